@@ -1,0 +1,1 @@
+"""Rows become prompts, in a resumable order."""

@@ -1,0 +1,1 @@
+"""The loop, and everything that binds the stages together."""

@@ -1,0 +1,118 @@
+"""The errors a user may meet, and what each one means for the exit code.
+
+    GrpoError                   a person can act on the message; no traceback unless --debug
+    ├── RecipeError             the recipe is wrong; all its problems at once            exit 2
+    ├── ModelError              the model or tokenizer cannot be loaded or used          exit 2
+    ├── DataError               the dataset cannot be read or does not fit               exit 2
+    ├── RewardError             a reward function broke its contract                     exit 3
+    ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
+    ├── CheckpointError         a checkpoint cannot be written or read                   exit 5
+    └── Interrupted             SIGINT or SIGTERM; the state is saved                    exit 130 / 143
+
+Everything else that is raised is a mistake of ours and shows its traceback.
+"""
+
+from dataclasses import dataclass
+
+
+class GrpoError(Exception):
+    """A failure with a message for a person.
+
+    Args:
+        message: One line: where, what was found, what is allowed.
+        hint: The likely fix, if there is one.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(cls: type[GrpoError], args: tuple[object, ...], state: dict[str, object]) -> GrpoError:
+    """Undo `GrpoError.__reduce__` (keyword-only arguments are not in `args`)."""
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong with a recipe.
+
+    Attributes:
+        where: `file:line`, or `command line`.
+        key: Dotted recipe key, such as `grpo.epsilon`.
+        message: What was found and what is allowed.
+        hint: The likely fix, such as "did you mean `num_generations`?".
+    """
+
+    where: str
+    key: str
+    message: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.key}: {self.message}" if self.key else f"{self.where}: {self.message}"
+        return line if self.hint is None else f"{line} ({self.hint})"
+
+
+class RecipeError(GrpoError):
+    """The recipe has problems; they are reported all at once, one a line."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+class ModelError(GrpoError):
+    """The model or its tokenizer cannot be loaded or does not fit the recipe."""
+
+    exit_code = 2
+
+
+class DataError(GrpoError):
+    """The dataset cannot be read or does not fit the recipe."""
+
+    exit_code = 2
+
+
+class RewardError(GrpoError):
+    """A reward function raised, or returned what its contract does not allow."""
+
+    exit_code = 3
+
+
+class TrainingError(GrpoError):
+    """The run cannot go on."""
+
+    exit_code = 4
+
+
+class CheckpointError(GrpoError):
+    """A checkpoint cannot be written, or none can be read."""
+
+    exit_code = 5
+
+
+class Interrupted(GrpoError):  # noqa: N818  it is a request, not a fault
+    """A signal asked the run to stop.
+
+    Args:
+        signal_number: 2 (SIGINT) or 15 (SIGTERM).
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.exit_code = 128 + signal_number

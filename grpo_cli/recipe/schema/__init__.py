@@ -1,0 +1,41 @@
+"""The recipe's schema: one dataclass a section. Option names are TRL's where one exists."""
+
+from dataclasses import dataclass
+
+from grpo_cli.recipe.schema.dataset import DatasetSection
+from grpo_cli.recipe.schema.eval import EvalSection
+from grpo_cli.recipe.schema.generation import GenerationSection
+from grpo_cli.recipe.schema.grpo import GrpoSection
+from grpo_cli.recipe.schema.logging import LoggingSection
+from grpo_cli.recipe.schema.model import ModelSection
+from grpo_cli.recipe.schema.option import option
+from grpo_cli.recipe.schema.rewards import RewardFunction, RewardsSection
+from grpo_cli.recipe.schema.train import TrainSection
+
+__all__ = [
+    "DatasetSection",
+    "EvalSection",
+    "GenerationSection",
+    "GrpoSection",
+    "LoggingSection",
+    "ModelSection",
+    "Recipe",
+    "RewardFunction",
+    "RewardsSection",
+    "TrainSection",
+]
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A whole run."""
+
+    run_name: str = option("run", non_empty=True, help="Name of the run; the recipe's file name if left out.")
+    model: ModelSection = option(factory=ModelSection, help="The policy.")
+    dataset: DatasetSection = option(factory=DatasetSection, help="The prompts.")
+    rewards: RewardsSection = option(factory=RewardsSection, help="The rewards.")
+    grpo: GrpoSection = option(factory=GrpoSection, help="Advantages and objective.")
+    generation: GenerationSection = option(factory=GenerationSection, help="Sampling.")
+    train: TrainSection = option(factory=TrainSection, help="The loop.")
+    eval: EvalSection = option(factory=EvalSection, help="Evaluation during training.")
+    logging: LoggingSection = option(factory=LoggingSection, help="What is shown and recorded.")

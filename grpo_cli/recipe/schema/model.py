@@ -1,0 +1,28 @@
+"""`model:` the policy and its tokenizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_cli.recipe.schema.option import option
+
+
+@dataclass(kw_only=True)
+class ModelSection:
+    """The policy: what to load, and how."""
+
+    name_or_path: str = option(
+        non_empty=True,
+        help="Hub id, local folder, GGUF file, or `package://module/file` for a resource inside an installed package.",
+    )
+    revision: str | None = option(None, help="Branch, tag or commit of a hub model.")
+    tokenizer_name_or_path: str | None = option(None, help="Tokenizer, if it is not the model's own.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "float32",
+        help="Precision of the weights that are trained. `auto` takes the checkpoint's. Keep `float32` with `train.bf16` for "
+        "master weights.",
+    )
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
+        "sdpa", help="Attention kernel, as transformers names it."
+    )
+    trust_remote_code: bool = option(False, help="Run Python code that comes with a hub model. Off unless you read that code.")
+    chat_template_path: str | None = option(None, help="Jinja file that replaces the tokenizer's chat template.")

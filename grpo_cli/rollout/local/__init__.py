@@ -1,0 +1,1 @@
+"""The built-in engine: samples from the policy in this process."""

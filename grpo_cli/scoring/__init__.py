@@ -1,0 +1,1 @@
+"""Completions become rewards."""
