@@ -1,0 +1,141 @@
+"""Load the policy and its tokenizer, and turn what may go wrong into one line."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grpo_cli.errors import ModelError
+from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
+from grpo_cli.recipe.schema import ModelSection
+
+
+def load_model(section: ModelSection, *, folder: Path) -> Any:
+    """Load the causal language model that a recipe names.
+
+    Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs.
+
+    Args:
+        section: The recipe's `model:`.
+        folder: The recipe's folder, which relative paths start from.
+
+    Returns:
+        A transformers causal language model on the CPU, weights in `section.dtype`.
+
+    Raises:
+        ModelError: If it is not found, is no causal language model, or does not load.
+    """
+    location = prepared_location(section.name_or_path, folder)
+    dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
+    with _explained(section.name_or_path):
+        model = AutoModelForCausalLM.from_pretrained(
+            location.name_or_path,
+            revision=section.revision,
+            dtype=dtype,
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+        )
+    disable_dropout(model)
+    return model.train()
+
+
+def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
+    """Load the tokenizer, with the recipe's chat template if it brings one.
+
+    Raises:
+        ModelError: If the tokenizer or the template is not found.
+    """
+    name = section.tokenizer_name_or_path or section.name_or_path
+    location = prepared_location(name, folder)
+    with _explained(name):
+        tokenizer = AutoTokenizer.from_pretrained(
+            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    if section.chat_template_path is not None:
+        path = folder / section.chat_template_path
+        if not path.is_file():
+            raise ModelError(f"model.chat_template_path: {path} does not exist")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, LoRA's included.
+
+    With dropout the log-probability of a token depends on which call computed it, and the importance ratio of an unchanged
+    policy would not be 1.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  the only common base of torch's dropouts
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def prepared_location(name_or_path: str, folder: Path) -> ModelLocation:
+    """Locate a model and, if it is a GGUF file, convert it to a plain folder in the cache first."""
+    location = locate_model(name_or_path, folder)
+    if location.gguf_file is None:
+        return location
+    target = converted_folder(location)
+    if not (target / "config.json").is_file():
+        with _explained(name_or_path):
+            _convert_gguf(location, target)
+    return ModelLocation(name_or_path=str(target))
+
+
+def _convert_gguf(location: ModelLocation, target: Path) -> None:
+    """Dequantize a GGUF file into a float32 folder of safetensors, complete or not there at all."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        location.name_or_path, gguf_file=location.gguf_file, dtype=torch.float32
+    )
+    config = AutoConfig.from_pretrained(location.name_or_path, gguf_file=location.gguf_file)
+    # The loaded model still claims to be quantized and refuses to be saved; a fresh one of the same shape does not.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.float32
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(location.name_or_path, gguf_file=location.gguf_file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        try:
+            beside.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():  # else another process was faster: use its folder
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what transformers raises into one line that names the recipe key."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"model.name_or_path: {name} does not fit into memory", hint="try model.dtype: bfloat16"
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise ModelError(
+            f"model.name_or_path: cannot load {name}{offline}: {first_line}",
+            hint="a hub id such as Qwen/Qwen2-0.5B-Instruct, a local folder, a .gguf file or package://module/file; "
+            "gated models need `hf auth login`",
+        ) from error

@@ -1,0 +1,167 @@
+"""The policy's forward against the model's own logits, computed one sequence at a time without padding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, build_tiny_model
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
+
+from grpo_cli.distribution import filter_logits
+from grpo_cli.policy.agreement import check_agreement
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.load import disable_dropout
+from grpo_cli.types import Sampling, Segment
+
+PLAIN = Sampling(stop_ids=(257,), max_tokens=8)
+SEGMENTS = (
+    Segment(prompt_ids=(5, 6, 7, 8, 9), completion_ids=((11, 12, 13), (14,), (15, 16, 17, 18, 19, 20, 257))),
+    Segment(prompt_ids=(30,), completion_ids=((31, 32),)),
+)
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def one_by_one(model: Any, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies by definition: each sequence alone, the model's full logits."""
+    logps, entropies = [], []
+    for segment in SEGMENTS:
+        for completion in segment.completion_ids:
+            ids = torch.tensor([segment.prompt_ids + completion])
+            logits = model(input_ids=ids).logits[0, len(segment.prompt_ids) - 1 : -1] / sampling.temperature
+            for position in range(len(completion)):
+                if position < sampling.min_tokens:
+                    logits[position, list(sampling.stop_ids)] = -torch.inf
+            kept = filter_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+            probabilities = kept.softmax(-1)
+            logps.append(probabilities.log()[torch.arange(len(completion)), torch.tensor(completion)])
+            entropies.append(torch.special.entr(probabilities).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_statistics_and_gradients_equal_the_unpadded_model_call(family: str, tied: bool, tmp_path: Path) -> None:
+    model = load(build_tiny_model(tmp_path, family, tied=tied))
+    expected_logps, expected_entropies = one_by_one(model, PLAIN)
+    weights = torch.linspace(-1, 1, len(expected_logps))
+    (expected_logps * weights).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    stats = PolicyModel(model, sampling=PLAIN)(SEGMENTS)
+    (stats.logps * weights).sum().backward()
+
+    torch.testing.assert_close(stats.logps, expected_logps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stats.entropies, expected_entropies, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-4 * float(scale) + 1e-9, msg=name)
+
+
+@pytest.mark.parametrize("config", [CohereConfig, GraniteConfig], ids=["cohere", "granite"])
+def test_logit_scales_of_the_family_are_respected(config: Any) -> None:
+    scale = {"logit_scale": 0.3} if config is CohereConfig else {"logits_scaling": 3.0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=257,
+            **scale,
+        )
+    )
+    policy = PolicyModel(model, sampling=PLAIN)
+    expected, _ = one_by_one(model, PLAIN)
+    torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
+    assert check_agreement(policy, SEGMENTS) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.7}, {"top_k": 290}, {"top_p": 0.999}, {"min_p": 1e-6}, {"min_tokens": 2}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_log_probabilities_are_those_of_the_sampling_distribution(
+    changes: dict[str, Any], tiny_model_folder: Path
+) -> None:
+    sampling = Sampling(**{"stop_ids": (257,), "max_tokens": 8, **changes})
+    model = load(tiny_model_folder)
+    expected_logps, expected_entropies = one_by_one(model, sampling)
+    stats = PolicyModel(model, sampling=sampling)(SEGMENTS)
+    torch.testing.assert_close(stats.logps, expected_logps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stats.entropies, expected_entropies, rtol=1e-4, atol=1e-4)
+
+
+def test_entropy_gradient_is_there_only_when_asked_for(tiny_model_folder: Path) -> None:
+    policy = PolicyModel(load(tiny_model_folder), sampling=Sampling(stop_ids=(257,), max_tokens=8, top_k=5))
+    assert not policy(SEGMENTS).entropies.requires_grad
+    policy(SEGMENTS, entropy_grad=True).entropies.sum().backward()
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert any(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_padding_is_counted_as_computed_but_not_as_useful(tiny_model_folder: Path) -> None:
+    stats = PolicyModel(load(tiny_model_folder), sampling=PLAIN)(SEGMENTS)
+    lengths = [5 + 3 - 1, 5 + 1 - 1, 5 + 7 - 1, 1 + 2 - 1]
+    assert stats.tokens_useful == sum(lengths)
+    assert stats.tokens_computed == 4 * max(lengths)
+
+
+def test_dropout_is_off_in_training_mode_with_adapters_too(tmp_path: Path) -> None:
+    model = load(build_tiny_model(tmp_path, attention_dropout=0.5))
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, init_lora_weights=False))
+    disable_dropout(adapted)
+    policy = PolicyModel(adapted.train(), sampling=PLAIN)
+    first, second = policy(SEGMENTS).logps, policy(SEGMENTS).logps
+    assert torch.equal(first, second)
+    expected, _ = one_by_one(adapted.eval(), PLAIN)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_left_on_would_change_log_probabilities(tmp_path: Path) -> None:
+    policy = PolicyModel(load(build_tiny_model(tmp_path, attention_dropout=0.5)).train(), sampling=PLAIN)
+    assert not torch.equal(policy(SEGMENTS).logps, policy(SEGMENTS).logps)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tiny_model_folder: Path) -> None:
+    gradients = []
+    for enabled in (False, True):
+        model = load(tiny_model_folder).train()
+        if enabled:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        PolicyModel(model, sampling=PLAIN)(SEGMENTS).logps.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_a_head_that_is_not_understood_falls_back_to_full_logits_with_a_notice(tiny_model_folder: Path) -> None:
+    model = load(tiny_model_folder)
+    forward = model.forward
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits[..., 7] += 3.0
+        return output
+
+    model.forward = shifted
+    policy = PolicyModel(model, sampling=PLAIN)
+    notice = check_agreement(policy, SEGMENTS)
+    assert notice is not None
+    assert "full logits" in notice
+    assert policy.full_logits
+    expected, _ = one_by_one(model, PLAIN)
+    torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
