@@ -5,6 +5,8 @@ applied on both sides and the ratio of an unchanged policy is 1. The repetition 
 and exists only in the rollout engine; recipes with it are refused for training.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,6 @@ def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: 
         logits = logits.masked_fill(logits.detach().float() < smallest, -torch.inf)
     if min_p > 0.0:
         detached = logits.detach().float()
-        smallest = detached.amax(dim=-1, keepdim=True) + torch.tensor(min_p).log().item()
+        smallest = detached.amax(dim=-1, keepdim=True) + math.log(min_p)
         logits = logits.masked_fill(detached < smallest, -torch.inf)
     return logits

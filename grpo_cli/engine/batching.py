@@ -1,0 +1,121 @@
+"""Groups become micro-batches under a token budget. The split changes speed and memory, never the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo_cli.types import MicroBatch, PolicyLogps, Segment, StepTotals, TokenBatch, TrainingGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One completion on its way into a micro-batch."""
+
+    group: int
+    index: int
+    length: int
+
+
+def micro_batches(
+    groups: Sequence[TrainingGroup],
+    logps: Sequence[PolicyLogps],
+    *,
+    micro_batch_tokens: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Split the groups of an optimizer step into micro-batches.
+
+    Completions keep their order, so that statistics can be put back; one that is longer than the budget gets a micro-batch of
+    its own.
+
+    Args:
+        groups: The step's groups.
+        logps: Old and reference log-probabilities of each group.
+        micro_batch_tokens: Most tokens in one forward, padding included.
+        device: Where the tensors go.
+    """
+    rows = [
+        _Row(group=number, index=index, length=len(group.prompt_ids) + len(ids) - 1)
+        for number, group in enumerate(groups)
+        for index, ids in enumerate(group.completion_ids)
+    ]
+    return [_micro_batch(part, groups, logps, device) for part in _split(rows, micro_batch_tokens)]
+
+
+def _split(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
+    """Cut the row sequence wherever the padded size would pass the budget."""
+    parts: list[list[_Row]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, row.length)
+        if parts and (len(parts[-1]) + 1) * longest <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            longest = row.length
+    return parts
+
+
+def _micro_batch(
+    rows: Sequence[_Row], groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps], device: torch.device
+) -> MicroBatch:
+    """Build the micro-batch of some rows."""
+    lengths = [len(groups[row.group].completion_ids[row.index]) for row in rows]
+    counts = torch.tensor(lengths)
+    in_loss = torch.tensor([groups[row.group].in_loss[row.index] for row in rows])
+    old = [logps[row.group].old for row in rows]
+    reference = [logps[row.group].reference for row in rows]
+    tokens = TokenBatch(
+        sequence=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+        loss_mask=in_loss.repeat_interleave(counts).to(device),
+        advantages=torch.stack([groups[row.group].advantages[row.index] for row in rows]).to(device),
+        behaviour_logps=torch.cat([groups[row.group].behaviour_logps[row.index] for row in rows]).to(device),
+        old_logps=_joined(old, rows, device),
+        ref_logps=_joined(reference, rows, device),
+    )
+    return MicroBatch(segments=_segments(rows, groups), tokens=tokens)
+
+
+def _joined(
+    per_row: Sequence[tuple[torch.Tensor, ...] | None], rows: Sequence[_Row], device: torch.device
+) -> torch.Tensor | None:
+    """Concatenate the log-probabilities of the rows; None if the groups have none."""
+    present = [values[row.index] for values, row in zip(per_row, rows, strict=True) if values is not None]
+    if not present:
+        return None
+    assert len(present) == len(rows), "the groups of one step either all have these log-probabilities or none has"
+    return torch.cat(present).to(device)
+
+
+def _segments(rows: Sequence[_Row], groups: Sequence[TrainingGroup]) -> tuple[Segment, ...]:
+    """Join neighbouring rows of one group."""
+    members: list[tuple[int, list[tuple[int, ...]]]] = []
+    for row in rows:
+        ids = groups[row.group].completion_ids[row.index]
+        if members and members[-1][0] == row.group:
+            members[-1][1].append(ids)
+        else:
+            members.append((row.group, [ids]))
+    return tuple(
+        Segment(prompt_ids=groups[number].prompt_ids, completion_ids=tuple(completions))
+        for number, completions in members
+    )
+
+
+def step_totals(groups: Sequence[TrainingGroup]) -> StepTotals:
+    """Count the denominators of a step on one process, without an entropy threshold."""
+    tokens = sum(
+        len(ids)
+        for group in groups
+        for ids, in_loss in zip(group.completion_ids, group.in_loss, strict=True)
+        if in_loss
+    )
+    sequences = sum(len(group.completion_ids) for group in groups)
+    return StepTotals(
+        completion_tokens=tokens,
+        sequences=sequences,
+        local_tokens=tokens,
+        local_sequences=sequences,
+        entropy_tokens=tokens,
+    )

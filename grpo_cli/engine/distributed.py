@@ -1,0 +1,66 @@
+"""Accelerate, and nothing of it anywhere else: devices, wrapping, backward, clipping, reduction, export of weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grpo_cli.metrics import Metrics
+
+
+class Processes:
+    """The processes of this run, seen from one of them.
+
+    Args:
+        bf16: Compute in bfloat16 under autocast.
+    """
+
+    def __init__(self, *, bf16: bool) -> None:
+        self._accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        device: torch.device = self._accelerator.device
+        return device
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return int(self._accelerator.num_processes)
+
+    def prepare(self, policy: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Move the policy to its device and wrap both for this run's precision and parallelism."""
+        prepared: tuple[nn.Module, Optimizer] = self._accelerator.prepare(policy, optimizer)
+        return prepared
+
+    def prepare_frozen(self, policy: nn.Module) -> nn.Module:
+        """Move a model that is never trained to its device, in this run's precision."""
+        prepared: nn.Module = self._accelerator.prepare_model(policy, evaluation_mode=True)
+        return prepared
+
+    def unwrap(self, policy: nn.Module) -> Any:
+        """Give the policy without wrappers."""
+        return self._accelerator.unwrap_model(policy)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradient to the parameters."""
+        self._accelerator.backward(loss)
+
+    def clip_gradient(self, policy: nn.Module, max_norm: float) -> float:
+        """Clip the gradient and give its norm from before; with `max_norm` 0 only measure it."""
+        norm = self._accelerator.clip_grad_norm_(policy.parameters(), max_norm or float("inf"))
+        return float(norm)
+
+    def reduce(self, metrics: Metrics) -> Metrics:
+        """Merge metrics over the processes."""
+        assert self.count == 1, "training on several processes is not supported"
+        return metrics
+
+    def named_weights(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights of the unwrapped model, as a rollout engine names them."""
+        for name, parameter in self.unwrap(policy).model.named_parameters():
+            yield name, parameter.detach()

@@ -1,0 +1,61 @@
+"""Held-out prompts during training: on the rollout engine in use, with randomness of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_cli.engine.randomness import own_randomness
+from grpo_cli.metrics import merge, results
+from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
+from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.telemetry.recorder import Evaluation
+from grpo_cli.telemetry.rollouts import rollout_metrics
+from grpo_cli.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluator:
+    """Samples and scores the held-out prompts.
+
+    Attributes:
+        prompts: All of them, every time.
+        rollouts: The engine of the training run.
+        scorer: The rewards of the training run.
+        sampling: How completions are drawn here.
+        num_generations: Completions per prompt.
+        advantage_settings: The reward weights.
+        seed: The run's seed; the same samples' randomness at every evaluation, so that two of them can be compared.
+    """
+
+    prompts: Sequence[Prompt]
+    rollouts: RolloutEngine
+    scorer: RewardScorer
+    sampling: Sampling
+    num_generations: int
+    advantage_settings: AdvantageSettings
+    seed: int
+
+    def run(self, trainer_state: TrainerState) -> Evaluation:
+        """Evaluate the engine's present weights; training's generators are left as they were."""
+        with own_randomness(self.seed):
+            groups = self.rollouts.generate(
+                self.prompts,
+                self.sampling,
+                num_generations=self.num_generations,
+                seed_key=(self.seed, "eval"),
+            )
+            scores = self.scorer.score(groups, trainer_state)
+        rewards = [one.rewards for one in scores.groups]
+        metrics = merge(
+            [
+                rollout_metrics(scores.groups),
+                reward_metrics(rewards, self.scorer.names, self.advantage_settings),
+                scores.metrics,
+            ]
+        )
+        return Evaluation(
+            step=trainer_state.global_step,
+            metrics={f"eval/{name}": value for name, value in results(metrics).items()},
+            scored=scores.groups,
+        )

@@ -1,0 +1,115 @@
+"""The first half of the line: prompts, rollouts, rewards, advantages, as one rollout window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.stages import LoopSettings, Stages
+from grpo_cli.engine.state import RunState
+from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
+from grpo_cli.errors import TrainingError
+from grpo_cli.metrics import Mean, Metrics, Sum, merge
+from grpo_cli.objective.advantages import advantages, reward_metrics
+from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.telemetry.rollouts import rollout_metrics
+from grpo_cli.types import PolicyLogps, ScoredGroup, TrainingGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """One generation: what the optimizer needs of it, and what is told about it.
+
+    Attributes:
+        window: The training groups by optimizer step.
+        scored: The groups as sampled and scored.
+        advantages: float32 [G] of each group.
+        metrics: Lengths, rewards, and whatever the reward functions logged.
+        tokens: Prompt and completion tokens of all sequences.
+    """
+
+    window: RolloutWindow
+    scored: tuple[ScoredGroup, ...]
+    advantages: tuple[Tensor, ...]
+    metrics: Metrics
+    tokens: int
+
+
+def prompts_to_draw(state: RunState, settings: LoopSettings) -> int:
+    """Count the prompts of the next generation: a full window, or what is left of the run."""
+    full = settings.prompts_per_step * settings.steps_per_generation
+    if settings.total_prompts is not None:
+        return min(full, settings.total_prompts - state.prompts_drawn)
+    if settings.num_iterations == 1:
+        return min(full, settings.prompts_per_step * (settings.total_steps - state.step))
+    return full
+
+
+def trainer_state(state: RunState, settings: LoopSettings, *, epoch: float) -> TrainerState:
+    """Tell reward functions where the run is."""
+    return TrainerState(
+        global_step=state.step,
+        max_steps=settings.total_steps,
+        epoch=epoch,
+        progress=state.step / settings.total_steps,
+    )
+
+
+def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clock) -> Generation:
+    """Draw prompts, complete and score them, and compute everything that is fixed for the window.
+
+    Raises:
+        TrainingError: If every prompt was dropped.
+    """
+    prompts = stages.prompts.take(prompts_to_draw(state, settings))
+    with clock.phase("generate"):
+        groups = stages.rollouts.generate(
+            prompts,
+            stages.sampling,
+            num_generations=settings.num_generations,
+            seed_key=(settings.seed, "train", state.step),
+        )
+    with clock.phase("score"):
+        scores = stages.scorer.score(groups, trainer_state(state, settings, epoch=stages.prompts.epoch))
+    for problem in scores.problems:
+        stages.recorder.warn("rewards/dropped", problem)
+    if all(one.dropped for one in scores.groups):
+        raise TrainingError(f"step {state.step + 1}: a reward function failed on every prompt", hint=scores.problems[0])
+    for warning in stages.health.observe(scores.groups):
+        stages.recorder.warn(warning.key, warning.message)
+
+    rewards = [one.rewards for one in scores.groups]
+    values = advantages(rewards, stages.advantage_settings)
+    trained = training_groups(scores.groups, values, mask_truncated=settings.mask_truncated_completions)
+    with clock.phase("forward_backward"):
+        logps = _window_logps(stages, settings, trained)
+    tokens = sum(len(group.prompt_ids) + len(ids) for group in trained for ids in group.completion_ids)
+    metrics = merge(
+        [
+            rollout_metrics(scores.groups),
+            reward_metrics(rewards, stages.scorer.names, stages.advantage_settings),
+            scores.metrics,
+            {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
+            {"epoch": Mean(stages.prompts.epoch, 1)},
+        ]
+    )
+    return Generation(
+        window=RolloutWindow(
+            groups=by_step(trained, settings.prompts_per_step),
+            logps=by_step(logps, settings.prompts_per_step),
+            iterations=settings.num_iterations,
+        ),
+        scored=scores.groups,
+        advantages=tuple(values),
+        metrics=metrics,
+        tokens=tokens,
+    )
+
+
+def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
+    """Compute old log-probabilities if a later step needs them, and those of the reference if there is one."""
+    none = [None] * len(groups)
+    old = stages.gradients.logps(stages.policy, groups) if settings.reuses_rollouts else none
+    reference = none if stages.reference is None else stages.gradients.logps(stages.reference.policy, groups)
+    return [PolicyLogps(old=mine, reference=theirs) for mine, theirs in zip(old, reference, strict=True)]

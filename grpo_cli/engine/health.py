@@ -1,0 +1,71 @@
+"""Runs that cannot learn: notice it after a few steps and say what to do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo_cli.types import FinishReason, ScoredGroup
+
+PATIENCE = 3
+"""Generations in a row before a warning."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthWarning:
+    """A warning and the key that its repeats are counted under."""
+
+    key: str
+    message: str
+
+
+class RunHealth:
+    """Counts generations in a row that give no signal."""
+
+    def __init__(self) -> None:
+        self._in_a_row = {"truncated": 0, "unscored": 0, "equal": 0}
+
+    def observe(self, scored: Sequence[ScoredGroup]) -> list[HealthWarning]:
+        """Look at one generation, and give the warnings that are due."""
+        completions = [completion for one in scored for completion in one.group.completions]
+        unscored = all(bool(torch.isnan(one.rewards).all()) for one in scored)
+        signs = {
+            "truncated": all(completion.finish_reason is FinishReason.LENGTH for completion in completions),
+            "unscored": unscored,
+            "equal": not unscored and all(_equal(one.rewards) for one in scored),
+        }
+        due = []
+        for key, seen in signs.items():
+            self._in_a_row[key] = self._in_a_row[key] + 1 if seen else 0
+            if self._in_a_row[key] >= PATIENCE:
+                due.append(HealthWarning(key=f"health/{key}", message=_MESSAGES[key]))
+        return due
+
+    def state_dict(self) -> dict[str, int]:
+        """Give the counters for a checkpoint."""
+        return dict(self._in_a_row)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the counters."""
+        self._in_a_row.update(state)
+
+
+_MESSAGES = {
+    "truncated": (
+        f"every completion of the last {PATIENCE} generations was cut at generation.max_completion_length: raise it, or check that "
+        "the model's stop token is sampled (generation.stop, generation.stop_token_ids)"
+    ),
+    "unscored": (
+        f"no reward function applied to any completion of the last {PATIENCE} generations (all None): nothing is learned; check the "
+        "columns that the reward functions look at"
+    ),
+    "equal": (
+        f"all rewards within each group were equal in the last {PATIENCE} generations, so every advantage is 0 and nothing is "
+        "learned: the task may be too easy or too hard, the temperature too low, or the reward too coarse"
+    ),
+}
+
+
+def _equal(rewards: torch.Tensor) -> bool:
+    """Tell whether a group's rewards [G, F] give no signal."""
+    return bool((torch.nan_to_num(rewards, nan=-1e30) == torch.nan_to_num(rewards[:1], nan=-1e30)).all())

@@ -1,0 +1,37 @@
+"""Optimizer and learning-rate schedule."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from grpo_cli.recipe.schema import TrainSection
+
+
+def build_optimizer(policy: nn.Module, section: TrainSection, *, device: torch.device) -> AdamW:
+    """Make AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, fused where the device can."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.learning_rate,
+        betas=(section.adam_beta1, section.adam_beta2),
+        eps=section.adam_epsilon,
+        fused=device.type in {"cpu", "cuda"},
+    )
+
+
+def build_schedule(optimizer: Optimizer, section: TrainSection, *, total_steps: int) -> LRScheduler:
+    """Make the learning-rate schedule; it is stepped once per optimizer step."""
+    warmup = section.warmup_steps or round(section.warmup_ratio * total_steps)
+    schedule: Any = get_scheduler(
+        section.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps
+    )
+    assert isinstance(schedule, LRScheduler)
+    return schedule

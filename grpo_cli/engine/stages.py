@@ -1,0 +1,104 @@
+"""The built stages of a run, and the numbers that its loop goes by."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grpo_cli.data.sampler import PromptSource
+from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.evaluation import Evaluator
+from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.step import GradientPass
+from grpo_cli.objective.advantages import AdvantageSettings
+from grpo_cli.policy.reference import ReferenceModel
+from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.telemetry.recorder import Recorder
+from grpo_cli.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """How far and in which strides the loop goes.
+
+    Attributes:
+        output_dir: The run directory.
+        seed: The run's seed.
+        total_steps: Optimizer steps of the whole run.
+        total_prompts: Prompts of the whole run, if it is measured in epochs; None: `total_steps` alone ends it.
+        prompts_per_step: Prompts of one optimizer step.
+        steps_per_generation: Optimizer steps that share one generation.
+        num_iterations: Passes over a generation.
+        num_generations: Completions per prompt.
+        mask_truncated_completions: Leave truncated completions out of the loss.
+        max_grad_norm: Clip the gradient there; 0 does not clip.
+        save_steps: Steps between checkpoints; 0: only at the end.
+        eval_every: Steps between evaluations; 0: only at the start and the end.
+        best_metric: The evaluation metric that picks the best checkpoint.
+        greater_is_better: Whether larger is better.
+    """
+
+    output_dir: Path
+    seed: int
+    total_steps: int
+    total_prompts: int | None
+    prompts_per_step: int
+    steps_per_generation: int
+    num_iterations: int
+    num_generations: int
+    mask_truncated_completions: bool
+    max_grad_norm: float
+    save_steps: int
+    eval_every: int
+    best_metric: str
+    greater_is_better: bool
+
+    @property
+    def reuses_rollouts(self) -> bool:
+        """Whether some optimizer step trains on completions of older weights: it then needs their log-probabilities."""
+        return self.steps_per_generation * self.num_iterations > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """Everything the loop calls, in the order of the line: prompts, rollouts, rewards, advantages, objective, step, records.
+
+    Attributes:
+        processes: The processes of this run.
+        tokenizer: Saved with every model.
+        prompts: Gives the next prompts.
+        rollouts: Prompts to completions.
+        sampling: How training completions are drawn.
+        scorer: Completions to rewards.
+        advantage_settings: Rewards to advantages.
+        gradients: Groups to gradients.
+        policy: The prepared policy.
+        reference: The reference of the KL term, if there is one.
+        optimizer, schedule: What moves the policy.
+        evaluator: Held-out prompts, if there are any.
+        health: Notices runs that cannot learn.
+        checkpoints: What is on disk.
+        recorder: What is told.
+    """
+
+    processes: Processes
+    tokenizer: Any
+    prompts: PromptSource
+    rollouts: RolloutEngine
+    sampling: Sampling
+    scorer: RewardScorer
+    advantage_settings: AdvantageSettings
+    gradients: GradientPass
+    policy: nn.Module
+    reference: ReferenceModel | None
+    optimizer: Optimizer
+    schedule: LRScheduler
+    evaluator: Evaluator | None
+    health: RunHealth
+    checkpoints: CheckpointStore
+    recorder: Recorder

@@ -1,0 +1,130 @@
+"""Everything that the next step depends on, in memory and in a checkpoint."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from grpo_cli.engine.checkpoint_store import BestCheckpoint
+from grpo_cli.engine.randomness import RandomState
+from grpo_cli.engine.window import RolloutWindow, window_from_state, window_state
+from grpo_cli.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """Where a run is. Weights, optimizer and reference are kept by their owners.
+
+    Attributes:
+        step: Optimizer steps done.
+        evaluated: Whether the evaluation that is due at this step has been done.
+        window: The rollout window that the next step trains on; None: the next step generates.
+        position: Optimizer steps done in that window.
+        num_tokens: Prompt and completion tokens generated so far.
+        prompts_drawn: Prompts taken from the sampler so far.
+        best: The best evaluation so far.
+        stages: JSON state of the stages that have one (sampler, scorer, recorder, schedule, warnings), by name.
+        random: The global generators.
+    """
+
+    step: int = 0
+    evaluated: bool = False
+    window: RolloutWindow | None = None
+    position: int = 0
+    num_tokens: int = 0
+    prompts_drawn: int = 0
+    best: BestCheckpoint | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict)
+    random: RandomState
+
+
+def write_state(state: RunState, folder: Path) -> None:
+    """Write a run state as `state.json` and `state.safetensors`."""
+    tensors = {f"random/{name}": value for name, value in state.random.torch.items()}
+    description: dict[str, Any] = {
+        "step": state.step,
+        "evaluated": state.evaluated,
+        "position": state.position,
+        "num_tokens": state.num_tokens,
+        "prompts_drawn": state.prompts_drawn,
+        "best": None
+        if state.best is None
+        else {"step": state.best.step, "metric": state.best.metric, "value": state.best.value},
+        "stages": dict(state.stages),
+        "random": {"python": state.random.python, "numpy": state.random.numpy},
+        "window": None,
+    }
+    if state.window is not None:
+        description["window"], window_tensors = window_state(state.window)
+        tensors |= {f"window/{name}": value for name, value in window_tensors.items()}
+    (folder / "state.json").write_text(json.dumps(description), encoding="utf-8")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "state.safetensors")
+
+
+def read_state(folder: Path) -> RunState:
+    """Read what `write_state` wrote.
+
+    Raises:
+        CheckpointError: If the files are not those of a run state.
+    """
+    try:
+        description = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "state.safetensors")
+        window = description["window"]
+        return RunState(
+            step=description["step"],
+            evaluated=description["evaluated"],
+            window=None if window is None else window_from_state(window, _below(tensors, "window/")),
+            position=description["position"],
+            num_tokens=description["num_tokens"],
+            prompts_drawn=description["prompts_drawn"],
+            best=None if description["best"] is None else BestCheckpoint(**description["best"]),
+            stages=description["stages"],
+            random=RandomState(**description["random"], torch=_below(tensors, "random/")),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} is no checkpoint of this version: {type(error).__name__}: {error}",
+            hint="name a folder such as output_dir/checkpoints/step-000100",
+        ) from error
+
+
+def write_optimizer(optimizer: Optimizer, folder: Path) -> None:
+    """Write an optimizer's state as `optimizer.json` and `optimizer.safetensors`."""
+    state = optimizer.state_dict()
+    tensors = {
+        f"{index}/{name}": value.contiguous()
+        for index, values in state["state"].items()
+        for name, value in values.items()
+    }
+    (folder / "optimizer.json").write_text(json.dumps(state["param_groups"]), encoding="utf-8")
+    save_file(tensors, folder / "optimizer.safetensors")
+
+
+def read_optimizer(optimizer: Optimizer, folder: Path) -> None:
+    """Restore what `write_optimizer` wrote.
+
+    Raises:
+        CheckpointError: If the state does not fit the optimizer's parameters.
+    """
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in load_file(folder / "optimizer.safetensors").items():
+        index, name = key.split("/")
+        state.setdefault(int(index), {})[name] = value
+    groups = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
+    for group in groups:
+        group["betas"] = tuple(group["betas"])
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the optimizer state does not fit this recipe: {error}") from error
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Select the tensors under a prefix."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

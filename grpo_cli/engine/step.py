@@ -1,0 +1,74 @@
+"""One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from grpo_cli.engine.batching import micro_batches, step_totals
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
+from grpo_cli.objective.loss import ObjectiveSettings, loss
+from grpo_cli.objective.masks import entropy_threshold
+from grpo_cli.types import MicroBatch, PolicyLogps, StepTotals, TokenStats, TrainingGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientPass:
+    """Turns groups into gradients.
+
+    Attributes:
+        processes: The processes of this run.
+        settings: The objective.
+        micro_batch_tokens: Most tokens in one forward.
+    """
+
+    processes: Processes
+    settings: ObjectiveSettings
+    micro_batch_tokens: int
+
+    def accumulate(self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> Metrics:
+        """Add the gradient of an optimizer step to the policy's parameters, and give its metrics."""
+        batches = self._batches(groups, logps)
+        totals = self._totals(policy, groups, batches)
+        outcomes: list[Metrics] = []
+        for batch in batches:
+            stats: TokenStats = policy(batch.segments, entropy_grad=self.settings.entropy_coef != 0)
+            output = loss(stats, batch.tokens, totals, self.settings)
+            self.processes.backward(output.loss)
+            step_share: dict[str, MetricValue] = {
+                "loss": Sum(output.loss.item()),
+                "tokens/useful": Sum(stats.tokens_useful),
+                "tokens/computed": Sum(stats.tokens_computed),
+            }
+            outcomes.append({**output.metrics, **step_share})
+        return merge(outcomes)
+
+    @torch.no_grad()
+    def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
+        """Compute log-probabilities of every completion under a model: per group G tensors, float32 [L], CPU."""
+        batches = self._batches(groups, [PolicyLogps()] * len(groups))
+        flat = torch.cat([policy(batch.segments).logps.float().cpu() for batch in batches])
+        parts = iter(torch.split(flat, [len(ids) for group in groups for ids in group.completion_ids]))
+        return [tuple(next(parts) for _ in group.completion_ids) for group in groups]
+
+    def _batches(self, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
+        return micro_batches(groups, logps, micro_batch_tokens=self.micro_batch_tokens, device=self.processes.device)
+
+    def _totals(self, policy: nn.Module, groups: Sequence[TrainingGroup], batches: Sequence[MicroBatch]) -> StepTotals:
+        """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
+        totals = step_totals(groups)
+        if self.settings.top_entropy_quantile >= 1.0:
+            return totals
+        with torch.no_grad():
+            entropies = torch.cat([policy(batch.segments).entropies for batch in batches])
+        in_loss = torch.cat([batch.tokens.loss_mask for batch in batches])
+        threshold = entropy_threshold(entropies, in_loss, self.settings.top_entropy_quantile)
+        kept = int(((entropies >= threshold) & in_loss).sum())
+        return replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
+
+
+def gradient_metrics(norm: float, learning_rate: float) -> Metrics:
+    """Report the gradient's norm before clipping, and the learning rate it was applied with."""
+    return {"grad_norm": Mean(norm, 1), "learning_rate": Mean(learning_rate, 1)}

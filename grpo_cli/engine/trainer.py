@@ -1,0 +1,186 @@
+"""The loop: prompts, rollouts, rewards, advantages, objective, optimizer step, weight sync, metrics, checkpoint."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_cli.engine.checkpoint_store import BestCheckpoint
+from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.export import save_checkpoint, save_final_model
+from grpo_cli.engine.generation import Generation, generate, trainer_state
+from grpo_cli.engine.randomness import RandomState
+from grpo_cli.engine.signals import StopSignals
+from grpo_cli.engine.stages import LoopSettings, Stages
+from grpo_cli.engine.state import RunState
+from grpo_cli.engine.step import gradient_metrics
+from grpo_cli.errors import TrainingError
+from grpo_cli.metrics import Metrics, Sum, merge
+from grpo_cli.telemetry.recorder import Rollouts
+from grpo_cli.types import PolicyVersion, StepReport
+
+
+class Trainer:
+    """Runs the stages until the run is complete or stopped.
+
+    Between two steps `state` and the stages hold everything; inside a step `_restart` is the state that the step began with, so
+    whatever stops it, a checkpoint can be written that the step can be repeated from.
+
+    Args:
+        stages: What does the work.
+        settings: How far and in which strides.
+        state: Where to begin.
+    """
+
+    def __init__(self, stages: Stages, settings: LoopSettings, state: RunState) -> None:
+        self.stages = stages
+        self.settings = settings
+        self.state = state
+        self._restart: RunState | None = state
+        self._signals = StopSignals()
+
+    def run(self) -> Path:
+        """Train to the end and give the folder of the final model.
+
+        Raises:
+            Interrupted: After a signal; the state is saved.
+            GrpoError: If the run cannot go on; the state before the failed step is saved.
+        """
+        with self._signals:
+            try:
+                self._evaluate_if_due()
+                while self.state.step < self.settings.total_steps:
+                    self._train_step()
+                    self._evaluate_if_due()
+                    self._save_if_due()
+            except BaseException:
+                self._save_on_the_way_out()
+                raise
+            final = self.settings.output_dir / "final"
+            save_final_model(self.stages, final)
+        return final
+
+    def _train_step(self) -> None:
+        """Do one optimizer step, tell about it, and commit it to `state`."""
+        stages, settings, state = self.stages, self.settings, self.state
+        clock = Clock(stages.recorder.phase)
+        generation: Generation | None = None
+        with self._signals.interruptible():
+            window, position = state.window, state.position
+            if window is None:
+                generation = generate(stages, settings, state, clock)
+                window, position = generation.window, 0
+            with clock.phase("forward_backward"):
+                groups, logps = window.at(position)
+                if position == 0:  # no weight has moved since these were sampled: the ratio is exactly 1
+                    logps = tuple(replace(entry, old=None) for entry in logps)
+                gradient = stages.gradients.accumulate(stages.policy, groups, logps)
+
+        self._restart = None  # from here to the commit, weights and state do not belong together
+        with clock.phase("optimizer"):
+            step_metrics = self._apply_gradient()
+        step = state.step + 1
+        with clock.phase("sync"):
+            stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(step))
+        if stages.reference is not None:
+            stages.reference.mix_if_due(stages.processes.unwrap(stages.policy), step)
+        drawn = 0 if generation is None else len(generation.scored)
+        self.state = replace(
+            state,
+            step=step,
+            evaluated=False,
+            window=window if position + 1 < window.length else None,
+            position=(position + 1) % window.length,
+            num_tokens=state.num_tokens + (0 if generation is None else generation.tokens),
+            prompts_drawn=state.prompts_drawn + drawn,
+        )
+        self._commit()
+        self._record(clock, merge([gradient, step_metrics]), generation)
+
+    def _apply_gradient(self) -> Metrics:
+        """Clip, step, schedule, and clear the gradient.
+
+        Raises:
+            TrainingError: If the gradient is not finite; the weights are as before.
+        """
+        stages = self.stages
+        learning_rate = stages.schedule.get_last_lr()[0]
+        norm = stages.processes.clip_gradient(stages.policy, self.settings.max_grad_norm)
+        if not math.isfinite(norm):
+            self._restart = self.state
+            raise TrainingError(
+                f"step {self.state.step + 1}: the gradient is not finite (norm {norm})",
+                hint="lower train.learning_rate or check the rewards; the weights before this step are kept",
+            )
+        stages.optimizer.step()
+        stages.schedule.step()
+        stages.optimizer.zero_grad(set_to_none=True)
+        return gradient_metrics(norm, learning_rate)
+
+    def _commit(self) -> None:
+        """Make the present state the one to restart from."""
+        self.state = replace(self.state, stages=self._stage_states(), random=RandomState.capture())
+        self._restart = self.state
+
+    def _stage_states(self) -> dict[str, object]:
+        stages = self.stages
+        return {
+            "prompts": stages.prompts.state_dict(),
+            "schedule": stages.schedule.state_dict(),
+            "scorer": stages.scorer.state_dict(),
+            "health": stages.health.state_dict(),
+            "recorder": stages.recorder.state_dict(),
+        }
+
+    def _record(self, clock: Clock, metrics: Metrics, generation: Generation | None) -> None:
+        """Tell about the step that was just committed."""
+        rollouts = None
+        if generation is not None:
+            metrics = merge([generation.metrics, metrics])
+            rollouts = Rollouts(scored=generation.scored, advantages=generation.advantages)
+        metrics = {**metrics, "num_tokens": Sum(self.state.num_tokens)}
+        report = StepReport(step=self.state.step, metrics=metrics, seconds=clock.seconds())
+        self.stages.recorder.record_step(report, rollouts)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate at the start, every `eval_every` steps and at the end, once each."""
+        stages, settings, state = self.stages, self.settings, self.state
+        every = settings.eval_every
+        due = state.step in {0, settings.total_steps} or (every and state.step % every == 0)
+        if stages.evaluator is None or state.evaluated or not due:
+            return
+        with self._signals.interruptible():
+            stages.recorder.phase("evaluate")
+            evaluation = stages.evaluator.run(trainer_state(state, settings, epoch=stages.prompts.epoch))
+        stages.recorder.record_evaluation(evaluation)
+        best = self._better(evaluation.metrics.get(settings.best_metric))
+        self.state = replace(state, evaluated=True, best=best or state.best)
+        self._commit()
+        if best is not None and state.step > 0:
+            self._save()
+            stages.checkpoints.mark_best(best)
+
+    def _better(self, value: float | None) -> BestCheckpoint | None:
+        """Give the new best, if the value is one."""
+        if value is None or math.isnan(value):
+            return None
+        best = self.state.best
+        better = best is None or (value > best.value if self.settings.greater_is_better else value < best.value)
+        return BestCheckpoint(step=self.state.step, metric=self.settings.best_metric, value=value) if better else None
+
+    def _save_if_due(self) -> None:
+        """Save every `save_steps` steps and at the end."""
+        every, step = self.settings.save_steps, self.state.step
+        if step == self.settings.total_steps or (every and step % every == 0):
+            self._save()
+
+    def _save(self) -> None:
+        self.stages.recorder.phase("checkpoint")
+        save_checkpoint(self.stages, self.state)
+
+    def _save_on_the_way_out(self) -> None:
+        """After a failure or a signal, save the state before the step that did not finish, if there is anything to lose."""
+        if self._restart is None or self._restart.step == 0:
+            return
+        self.state = self._restart
+        self.stages.optimizer.zero_grad(set_to_none=True)
+        self._save()

@@ -1,0 +1,132 @@
+"""A rollout window: what one generation gives to the optimizer steps that share it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_cli.types import FinishReason, PolicyLogps, PolicyVersion, PromptId, ScoredGroup, TrainingGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutWindow:
+    """Training groups by optimizer step, walked through `iterations` times.
+
+    Attributes:
+        groups: One tuple of groups per optimizer step of a pass.
+        logps: Old and reference log-probabilities, in the same shape.
+        iterations: Passes (mu).
+    """
+
+    groups: tuple[tuple[TrainingGroup, ...], ...]
+    logps: tuple[tuple[PolicyLogps, ...], ...]
+    iterations: int
+
+    @property
+    def length(self) -> int:
+        """Optimizer steps of this window."""
+        return len(self.groups) * self.iterations
+
+    def at(self, position: int) -> tuple[tuple[TrainingGroup, ...], tuple[PolicyLogps, ...]]:
+        """Give what the optimizer step at a position trains on."""
+        index = position % len(self.groups)
+        return self.groups[index], self.logps[index]
+
+
+def training_groups(
+    scored: Sequence[ScoredGroup], advantages: Sequence[Tensor], *, mask_truncated: bool
+) -> list[TrainingGroup]:
+    """Keep of each scored group what the optimizer needs."""
+    return [
+        TrainingGroup(
+            uid=one.group.prompt.uid,
+            prompt_ids=one.group.prompt.ids,
+            completion_ids=tuple(completion.ids for completion in one.group.completions),
+            behaviour_logps=tuple(completion.logps for completion in one.group.completions),
+            advantages=values,
+            in_loss=tuple(
+                not (mask_truncated and completion.finish_reason is FinishReason.LENGTH)
+                for completion in one.group.completions
+            ),
+            policy_version=one.group.completions[0].policy_version,
+        )
+        for one, values in zip(scored, advantages, strict=True)
+    ]
+
+
+def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write a window as JSON and tensors, for a checkpoint that holds no pickles."""
+    groups = [group for step in window.groups for group in step]
+    logps = [entry for step in window.logps for entry in step]
+    description = {
+        "iterations": window.iterations,
+        "groups_per_step": [len(step) for step in window.groups],
+        "uids": [group.uid for group in groups],
+        "policy_versions": [group.policy_version for group in groups],
+        "prompt_lengths": [len(group.prompt_ids) for group in groups],
+        "completion_lengths": [[len(ids) for ids in group.completion_ids] for group in groups],
+        "in_loss": [list(group.in_loss) for group in groups],
+    }
+    tensors = {
+        "prompt_ids": torch.tensor([token for group in groups for token in group.prompt_ids]),
+        "completion_ids": torch.tensor([token for group in groups for ids in group.completion_ids for token in ids]),
+        "behaviour_logps": torch.cat([values for group in groups for values in group.behaviour_logps]),
+        "advantages": torch.cat([group.advantages for group in groups]),
+    }
+    for name in ("old", "reference"):
+        present = [values for entry in logps for values in getattr(entry, name) or ()]
+        if present:
+            tensors[name] = torch.cat(present)
+    return description, tensors
+
+
+def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -> RolloutWindow:
+    """Undo `window_state`."""
+    lengths: list[list[int]] = description["completion_lengths"]
+    flat_lengths = [length for group in lengths for length in group]
+    sizes = [len(group) for group in lengths]
+    prompts = torch.split(tensors["prompt_ids"], description["prompt_lengths"])
+    completions = _regroup(tensors["completion_ids"], flat_lengths, sizes)
+    behaviour = _regroup(tensors["behaviour_logps"], flat_lengths, sizes)
+    advantages = torch.split(tensors["advantages"], sizes)
+    old = _regroup(tensors["old"], flat_lengths, sizes) if "old" in tensors else [None] * len(sizes)
+    reference = _regroup(tensors["reference"], flat_lengths, sizes) if "reference" in tensors else [None] * len(sizes)
+    groups = [
+        TrainingGroup(
+            uid=PromptId(description["uids"][number]),
+            prompt_ids=tuple(prompts[number].tolist()),
+            completion_ids=tuple(tuple(ids.tolist()) for ids in completions[number]),
+            behaviour_logps=behaviour[number],
+            advantages=advantages[number],
+            in_loss=tuple(description["in_loss"][number]),
+            policy_version=PolicyVersion(description["policy_versions"][number]),
+        )
+        for number in range(len(sizes))
+    ]
+    logps = [PolicyLogps(old=old[number], reference=reference[number]) for number in range(len(sizes))]
+    return RolloutWindow(
+        groups=_by_sizes(groups, description["groups_per_step"]),
+        logps=_by_sizes(logps, description["groups_per_step"]),
+        iterations=description["iterations"],
+    )
+
+
+def _regroup(flat: Tensor, lengths: list[int], sizes: list[int]) -> list[tuple[Tensor, ...]]:
+    """Split a flat tensor into completions and those into groups."""
+    parts = iter(torch.split(flat, lengths))
+    return [tuple(next(parts) for _ in range(size)) for size in sizes]
+
+
+def by_step(values: Sequence[T], prompts_per_step: int) -> tuple[tuple[T, ...], ...]:
+    """Split the groups of a generation into optimizer steps; the last one may be smaller."""
+    return tuple(tuple(values[start : start + prompts_per_step]) for start in range(0, len(values), prompts_per_step))
+
+
+def _by_sizes(values: Sequence[T], sizes: Sequence[int]) -> tuple[tuple[T, ...], ...]:
+    """Split a flat sequence into optimizer steps."""
+    remaining = iter(values)
+    return tuple(tuple(next(remaining) for _ in range(size)) for size in sizes)

@@ -1,0 +1,131 @@
+"""The table of metric names: unit, meaning, and what a number averages over.
+
+It orders the keys of metrics.jsonl and is the README's table. `python -m grpo_cli.telemetry.names README.md --write` renews that
+table, `--check` fails if it is out of date.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+EVALUATION_PREFIX = "eval/"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricName:
+    """One metric.
+
+    Attributes:
+        name: As in metrics.jsonl; `{name}` stands for a reward function's name.
+        unit: What the number counts.
+        over: What it is a sum, mean, minimum or maximum over.
+        meaning: One or two sentences, for the README.
+    """
+
+    name: str
+    unit: str
+    over: str
+    meaning: str
+
+
+TABLE: tuple[MetricName, ...] = (
+    MetricName("reward", "reward", "mean over completions", "Weighted sum of the rewards. A reward that did not apply adds nothing; a completion without any is left out."),
+    MetricName("reward_std", "reward", "over completions", "Standard deviation of `reward` over all completions of the generation."),
+    MetricName("frac_reward_zero_std", "share", "mean over groups", "Groups whose completions all got the same reward: they teach nothing."),
+    MetricName("reward/{name}/mean", "reward", "mean over completions", "One reward function, unweighted, where it applied."),
+    MetricName("reward/{name}/std", "reward", "over completions", "Standard deviation of one reward function, where it applied."),
+    MetricName("rewards/dropped_prompts", "prompts", "sum", "Prompts left out because a reward function failed (`rewards.on_error: drop`)."),
+    MetricName("loss", "loss", "sum over micro-batches", "The objective. Its size says little: see the FAQ."),
+    MetricName("policy_loss", "loss", "sum over micro-batches", "The objective without the entropy bonus. Only with `grpo.entropy_coef`."),
+    MetricName("grad_norm", "norm", "per step", "Norm of the gradient before clipping."),
+    MetricName("learning_rate", "", "per step", "Learning rate that the step was made with."),
+    MetricName("entropy", "nats", "mean over tokens", "Entropy of the policy's next-token distribution at the sampled tokens. A collapse to 0 ends exploration."),
+    MetricName("entropy_coef", "", "per step", "Weight of the entropy bonus. Only with `grpo.entropy_coef`."),
+    MetricName("kl", "nats", "mean over tokens", "Estimated divergence from the reference model (k3). Only with `grpo.beta` above 0."),
+    MetricName("clip_ratio/region_mean", "share", "mean over tokens", "Tokens whose gradient the clip stops, on either side (sequences instead of tokens with sequence-level ratios)."),
+    MetricName("clip_ratio/low_mean", "share", "mean over tokens", "Those with a ratio below the range and a negative advantage."),
+    MetricName("clip_ratio/low_min", "share", "minimum over sequences", "The least of that share over single completions."),
+    MetricName("clip_ratio/high_mean", "share", "mean over tokens", "Those with a ratio above the range and a positive advantage."),
+    MetricName("clip_ratio/high_max", "share", "maximum over sequences", "The greatest of that share over single completions."),
+    MetricName("cispo_clip_ratio", "share", "mean over tokens", "Tokens of positive advantage whose weight the ceiling cuts. Only with `loss_type: cispo`."),
+    MetricName("vespo/phi_seq_mean", "weight", "mean over sequences", "Weight of a sequence. Only with `loss_type: vespo`."),
+    MetricName("completions/mean_length", "tokens", "mean over completions", "Length of a completion, the stop token included."),
+    MetricName("completions/min_length", "tokens", "minimum over completions", "The shortest."),
+    MetricName("completions/max_length", "tokens", "maximum over completions", "The longest."),
+    MetricName("completions/mean_terminated_length", "tokens", "mean over terminated completions", "Length of those that ended by themselves; null if none did."),
+    MetricName("completions/min_terminated_length", "tokens", "minimum over terminated completions", "The shortest of them."),
+    MetricName("completions/max_terminated_length", "tokens", "maximum over terminated completions", "The longest of them."),
+    MetricName("completions/clipped_ratio", "share", "mean over completions", "Completions cut at `generation.max_completion_length`."),
+    MetricName("sampling/logp_difference/mean", "nats", "mean over tokens", "Distance between the rollout engine's and the trainer's log-probability of the sampled tokens. Near 0 if the two agree."),
+    MetricName("sampling/logp_difference/max", "nats", "maximum over tokens", "The greatest distance."),
+    MetricName("sampling/importance_ratio/min", "ratio", "minimum", "Trainer's over rollout engine's probability: the least."),
+    MetricName("sampling/importance_ratio/mean", "ratio", "mean over tokens", "The mean of that ratio. Near 1 if the two agree."),
+    MetricName("sampling/importance_ratio/max", "ratio", "maximum", "The greatest."),
+    MetricName("sampling/importance_ratio/clipped_fraction", "share", "mean over tokens", "Ratios outside the bounds of the rollout correction."),
+    MetricName("policy_version", "steps", "per step", "Optimizer steps behind the weights that sampled what this step trains on."),
+    MetricName("staleness", "steps", "mean over completions", "Optimizer steps between sampling and training."),
+    MetricName("epoch", "epochs", "per step", "Passes over the dataset so far."),
+    MetricName("num_tokens", "tokens", "sum since the start", "Prompt and completion tokens generated so far; a prompt counts once per completion."),
+    MetricName("tokens/useful", "tokens", "sum", "Tokens that the forward of this step needed."),
+    MetricName("tokens/computed", "tokens", "sum", "Tokens that it computed, padding included."),
+    MetricName("tokens_per_second", "tokens/s", "per step", "`tokens/useful` by `step_time`."),
+    MetricName("step_time", "s", "per step", "Wall time of the whole step, generation included."),
+    MetricName("time/generate", "s", "per step", "Wall time of sampling; missing in a step that trains on older completions, as is the next."),
+    MetricName("time/score", "s", "per step", "Wall time of the reward functions."),
+    MetricName("time/forward_backward", "s", "per step", "Wall time of forward and backward passes, old and reference log-probabilities included."),
+    MetricName("time/optimizer", "s", "per step", "Wall time of clipping and the optimizer."),
+    MetricName("time/sync", "s", "per step", "Wall time of handing the new weights to the rollout engine."),
+)  # fmt: skip  # one metric a line
+
+_PATTERNS = tuple(re.compile(re.escape(metric.name).replace(r"\{name\}", ".+")) for metric in TABLE)
+
+
+def find(name: str) -> MetricName | None:
+    """Look up a metric, with or without `eval/` in front; None for one that a reward function logged."""
+    rank = _rank(name)
+    return TABLE[rank] if rank < len(TABLE) else None
+
+
+def in_table_order(names: Iterable[str]) -> list[str]:
+    """Sort names as in the table; those of one row, and at the end those that reward functions logged, by alphabet."""
+    return sorted(names, key=lambda name: (_rank(name), name))
+
+
+def _rank(name: str) -> int:
+    bare = name.removeprefix(EVALUATION_PREFIX)
+    return next((rank for rank, pattern in enumerate(_PATTERNS) if pattern.fullmatch(bare)), len(TABLE))
+
+
+def metric_table() -> str:
+    """Give the table as Markdown."""
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.over} | {metric.meaning} |" for metric in TABLE]
+    return "\n".join(["| metric | unit | reduction | meaning |", "|---|---|---|---|", *rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check or renew the table in a file; give the exit code."""
+    from grpo_cli.recipe.reference import replace_between_markers  # noqa: PLC0415  only this command needs it
+
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_cli.telemetry.names", description="The README's table of metrics."
+    )
+    parser.add_argument("file", type=Path)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true", help="fail if the table is out of date")
+    mode.add_argument("--write", action="store_true", help="renew the table")
+    options = parser.parse_args(arguments)
+    before = options.file.read_text(encoding="utf-8")
+    after = replace_between_markers(before, "metrics", metric_table())
+    if options.write:
+        options.file.write_text(after, encoding="utf-8")
+    elif before != after:
+        sys.stderr.write(f"{options.file}: the table of metrics is out of date; run with --write\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

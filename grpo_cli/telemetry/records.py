@@ -1,0 +1,36 @@
+"""What the trainer hands over to be recorded, besides the `StepReport`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_cli.types import ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollouts:
+    """What a step generated; a step that trains on older completions has none.
+
+    Attributes:
+        scored: The groups.
+        advantages: One tensor per group, float32 [G].
+    """
+
+    scored: Sequence[ScoredGroup]
+    advantages: Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The outcome of one evaluation.
+
+    Attributes:
+        step: Optimizer steps done when it was made; 0 before the first.
+        metrics: Numbers by name, `eval/` in front.
+        scored: The groups; they have no advantages.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    scored: Sequence[ScoredGroup]

@@ -1,0 +1,73 @@
+"""Micro-batches: nothing lost, nothing reordered, within the budget."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_cli.engine.batching import micro_batches, step_totals
+from grpo_cli.types import PolicyLogps, PolicyVersion, PromptId, TrainingGroup
+
+CPU = torch.device("cpu")
+
+
+def group_of(lengths: list[int], prompt_length: int, number: int) -> TrainingGroup:
+    first = 1000 * number
+    return TrainingGroup(
+        uid=PromptId(f"0:{number}"),
+        prompt_ids=tuple(range(first, first + prompt_length)),
+        completion_ids=tuple(tuple(first + 100 * i + j for j in range(n)) for i, n in enumerate(lengths)),
+        behaviour_logps=tuple(torch.arange(n) + first + 100.0 * i for i, n in enumerate(lengths)),
+        advantages=torch.tensor([first + 0.5 + i for i in range(len(lengths))]),
+        in_loss=tuple(n % 2 == 0 for n in lengths),
+        policy_version=PolicyVersion(0),
+    )
+
+
+groups_strategy = st.lists(
+    st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 6)), min_size=1, max_size=5
+)
+
+
+@given(groups_strategy, st.integers(1, 60))
+def test_every_token_comes_back_once_and_in_order(shapes: list[tuple[list[int], int]], budget: int) -> None:
+    groups = [group_of(lengths, prompt, number) for number, (lengths, prompt) in enumerate(shapes)]
+    logps = [PolicyLogps(old=group.behaviour_logps, reference=None) for group in groups]
+    batches = micro_batches(groups, logps, micro_batch_tokens=budget, device=CPU)
+
+    forwarded = [
+        (segment.prompt_ids, ids) for batch in batches for segment in batch.segments for ids in segment.completion_ids
+    ]
+    assert forwarded == [(group.prompt_ids, ids) for group in groups for ids in group.completion_ids]
+    flat = torch.cat([values for group in groups for values in group.behaviour_logps])
+    assert torch.equal(torch.cat([batch.tokens.behaviour_logps for batch in batches]), flat)
+    assert torch.equal(torch.cat([batch.tokens.old_logps for batch in batches]), flat)
+    assert all(batch.tokens.ref_logps is None for batch in batches)
+    for batch in batches:
+        lengths = [len(ids) for segment in batch.segments for ids in segment.completion_ids]
+        assert batch.tokens.sequence.bincount().tolist() == lengths
+        assert [bool(mask) for mask in batch.tokens.loss_mask] == [n % 2 == 0 for n in lengths for _ in range(n)]
+        assert len(batch.tokens.advantages) == len(lengths)
+
+
+@given(groups_strategy, st.integers(1, 60))
+def test_the_padded_size_stays_within_the_budget(shapes: list[tuple[list[int], int]], budget: int) -> None:
+    groups = [group_of(lengths, prompt, number) for number, (lengths, prompt) in enumerate(shapes)]
+    for batch in micro_batches(groups, [PolicyLogps()] * len(groups), micro_batch_tokens=budget, device=CPU):
+        rows = [len(s.prompt_ids) + len(ids) - 1 for s in batch.segments for ids in s.completion_ids]
+        assert len(rows) == 1 or len(rows) * max(rows) <= budget
+
+
+def test_totals_count_loss_tokens_and_all_sequences(make_group: Callable[..., TrainingGroup]) -> None:
+    totals = step_totals([make_group(3, 5, in_loss=(True, False)), make_group(7, 1)])
+    assert totals.completion_tokens == totals.local_tokens == totals.entropy_tokens == 3 + 7 + 1
+    assert totals.sequences == totals.local_sequences == 4
+
+
+def test_half_present_log_probabilities_are_our_mistake(make_group: Callable[..., TrainingGroup]) -> None:
+    groups = [make_group(2), make_group(2)]
+    logps = [PolicyLogps(old=groups[0].behaviour_logps), PolicyLogps()]
+    with pytest.raises(AssertionError):
+        micro_batches(groups, logps, micro_batch_tokens=100, device=CPU)

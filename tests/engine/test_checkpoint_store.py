@@ -1,0 +1,153 @@
+"""Checkpoints on disk: atomic, complete or passed over, pruned."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from grpo_cli.engine.checkpoint_store import BestCheckpoint, CheckpointStore
+from grpo_cli.engine.manifest import damage
+from grpo_cli.engine.run_directory import NEWEST, checkpoint_to_resume, start_fresh
+from grpo_cli.errors import CheckpointError
+
+
+def write(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"1234")
+    (folder / "state.json").write_text("{}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_saved_checkpoint_is_complete_and_alone(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path, keep=2).save(3, write)
+    assert path.name == "step-000003"
+    assert damage(path) is None
+    assert names(tmp_path) == ["step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (
+            lambda path: (path / "model" / "weights").write_bytes(b"1235"),
+            "model/weights has changed since it was written",
+        ),
+        (lambda path: (path / "model" / "weights").write_bytes(b"123"), "model/weights has 3 bytes instead of 4"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(harm: object, expected: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    older, newer = store.save(1, write), store.save(2, write)
+    harm(newer)  # type: ignore[operator]
+    said: list[str] = []
+    assert checkpoint_to_resume(NEWEST, store, said.append) == older
+    (message,) = said
+    assert message.startswith(f"passing over checkpoint step-000002: {expected}")
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        checkpoint_to_resume(str(newer), store, said.append)
+
+
+def test_a_damaged_checkpoint_is_written_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    path = store.save(1, write)
+    (path / "state.json").unlink()
+    store.save(1, write)
+    assert damage(path) is None
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in range(1, 7):
+        store.save(step, write)
+        if step == 2:
+            store.mark_best(BestCheckpoint(step=2, metric="eval/reward", value=1.0))
+    assert store.steps() == [2, 5, 6]
+    assert store.best == BestCheckpoint(step=2, metric="eval/reward", value=1.0)
+    store.remove_after(5)
+    store.mark_best(None)
+    assert store.steps() == [2, 5]
+    assert store.best is None
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tmp_path: Path) -> None:
+    """A file-size limit of the process stands for the full disk: the write fails in the operating system."""
+    program = textwrap.dedent(f"""
+        import resource, signal
+        from pathlib import Path
+        from grpo_cli.engine.checkpoint_store import CheckpointStore
+        from grpo_cli.errors import CheckpointError
+        store = CheckpointStore(Path({str(tmp_path)!r}), keep=2)
+        store.save(1, lambda folder: (folder / "a").write_bytes(b"small"))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        try:
+            store.save(2, lambda folder: (folder / "a").write_bytes(bytes(20_000)))
+        except CheckpointError as error:
+            print(error)
+    """)
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"no space left for {tmp_path}/step-000002" in outcome.stdout
+    assert "the newest checkpoint is that of step 1" in outcome.stdout
+    assert "continue with --resume" in outcome.stdout
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_process_killed_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from grpo_cli.engine.checkpoint_store import CheckpointStore
+        def write(folder):
+            (folder / "a").write_bytes(b"half")
+            print("writing", flush=True)
+            time.sleep(60)
+        CheckpointStore(Path({str(tmp_path)!r}), keep=2).save(1, write)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.steps() == []
+    store.save(1, write)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_resume_finds_the_newest_of_a_run_directory_or_says_what_there_is(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert checkpoint_to_resume(NEWEST, store, print) is None
+    path = store.save(4, write)
+    assert checkpoint_to_resume(str(tmp_path), store, print) == path
+    assert checkpoint_to_resume(str(path), store, print) == path
+    with pytest.raises(CheckpointError, match="there is no such folder") as caught:
+        checkpoint_to_resume(str(tmp_path / "nowhere"), store, print)
+    assert caught.value.hint == f"in {tmp_path / 'checkpoints'} there are step-000004"
+
+
+def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
+    start_fresh(tmp_path / "run", overwrite=False)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"already holds a run \(metrics.jsonl\)"):
+        start_fresh(tmp_path / "run", overwrite=False)
+    start_fresh(tmp_path / "run", overwrite=True)
+    assert names(tmp_path / "run") == ["notes.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="cannot create"):
+        start_fresh(tmp_path / "run", overwrite=False)

@@ -1,0 +1,147 @@
+"""Run state, optimizer and random generators: what is written is what is read, without pickles."""
+
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from grpo_cli.engine.checkpoint_store import BestCheckpoint
+from grpo_cli.engine.optimizer import build_optimizer, build_schedule
+from grpo_cli.engine.randomness import RandomState, own_randomness
+from grpo_cli.engine.state import RunState, read_optimizer, read_state, write_optimizer, write_state
+from grpo_cli.engine.window import RolloutWindow, by_step
+from grpo_cli.errors import CheckpointError
+from grpo_cli.recipe.schema import TrainSection
+from grpo_cli.types import PolicyLogps, TrainingGroup
+
+
+def equal(mine: object, theirs: object) -> bool:
+    """Compare values that hold tensors."""
+    if isinstance(mine, torch.Tensor):
+        return isinstance(theirs, torch.Tensor) and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, tuple):
+        return isinstance(theirs, tuple) and len(mine) == len(theirs) and all(map(equal, mine, theirs))
+    if isinstance(mine, dict):
+        return (
+            isinstance(theirs, dict) and mine.keys() == theirs.keys() and all(equal(mine[k], theirs[k]) for k in mine)
+        )
+    if hasattr(mine, "__dataclass_fields__"):
+        return all(equal(getattr(mine, f.name), getattr(theirs, f.name)) for f in fields(mine))  # type: ignore[arg-type]
+    return mine == theirs
+
+
+@pytest.mark.parametrize("with_old", [True, False])
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_a_window_survives_a_checkpoint(
+    with_old: bool, with_reference: bool, make_group: Callable[..., TrainingGroup], tmp_path: Path
+) -> None:
+    groups = [
+        make_group(3, 1, uid="0:1", in_loss=(False, True)),
+        make_group(2, 2, uid="0:2", prompt_length=5),
+        make_group(4),
+    ]
+    logps = [
+        PolicyLogps(
+            old=group.behaviour_logps if with_old else None,
+            reference=tuple(values - 1 for values in group.behaviour_logps) if with_reference else None,
+        )
+        for group in groups
+    ]
+    state = RunState(
+        step=7,
+        evaluated=True,
+        window=RolloutWindow(groups=by_step(groups, 2), logps=by_step(logps, 2), iterations=3),
+        position=4,
+        num_tokens=99,
+        prompts_drawn=12,
+        best=BestCheckpoint(step=5, metric="eval/reward", value=0.25),
+        stages={"prompts": {"epoch": 1, "position": 2}},
+        random=RandomState.capture(),
+    )
+    write_state(state, tmp_path)
+    assert equal(read_state(tmp_path), state)
+    assert state.window is not None
+    assert state.window.length == 6
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no checkpoint of this version"):
+        read_state(tmp_path)
+
+
+def test_random_generators_continue_where_they_were() -> None:
+    state = RandomState.capture()
+    first = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002
+    state.restore()
+    second = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002
+    assert first[:2] == second[:2]
+    assert torch.equal(first[2], second[2])
+
+
+def test_own_randomness_changes_nothing_outside_and_repeats_itself() -> None:
+    before = RandomState.capture()
+    drawn = []
+    for _ in range(2):
+        with own_randomness(3):
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))  # noqa: NPY002
+    assert drawn[0] == drawn[1]
+    after = RandomState.capture()
+    assert (before.python, before.numpy) == (after.python, after.numpy)
+    assert torch.equal(before.torch["cpu"], after.torch["cpu"])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_restored_in_the_middle_gives_the_same_bits(tmp_path: Path) -> None:
+    section = TrainSection(learning_rate=0.1, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = build_optimizer(model, section, device=torch.device("cpu"))
+        return model, optimizer, build_schedule(optimizer, section, total_steps=10)
+
+    whole, optimizer, schedule = fresh()
+    train(whole, optimizer, schedule, 8)
+
+    first, optimizer, schedule = fresh()
+    train(first, optimizer, schedule, 3)
+    write_optimizer(optimizer, tmp_path)
+    weights, schedule_state = first.state_dict(), schedule.state_dict()
+    second, optimizer, schedule = fresh()
+    second.load_state_dict(weights)
+    read_optimizer(optimizer, tmp_path)
+    schedule.load_state_dict(schedule_state)
+    train(second, optimizer, schedule, 5)
+
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    section = TrainSection()
+    model = nn.Linear(4, 3)
+    optimizer = build_optimizer(model, section, device=torch.device("cpu"))
+    train(model, optimizer, build_schedule(optimizer, section, total_steps=2), 1)
+    write_optimizer(optimizer, tmp_path)
+    other = build_optimizer(nn.Linear(4, 3, bias=False), section, device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="does not fit this recipe"):
+        read_optimizer(other, tmp_path)
+
+
+def test_only_matrices_decay() -> None:
+    optimizer = build_optimizer(nn.Linear(4, 3), TrainSection(weight_decay=0.5), device=torch.device("cpu"))
+    decays = {
+        parameter.ndim: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    assert decays == {2: 0.5, 1: 0.0}
