@@ -1,0 +1,46 @@
+"""What a reward function logs while it scores: extra columns and metrics."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_cli.metrics import Mean
+
+
+class Journal:
+    """Takes the `log_extra` and `log_metric` calls of one call of one reward function.
+
+    Args:
+        count: Number of completions in the call.
+
+    Attributes:
+        columns: What `log_extra` logged, each of length `count`.
+        metrics: What `log_metric` logged, averaged by name.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.columns: dict[str, tuple[Any, ...]] = {}
+        self.metrics: dict[str, Mean] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the completion files.
+
+        Raises:
+            ValueError: If there is not one value per completion.
+        """
+        if len(values) != self._count:
+            raise ValueError(f"log_extra({column!r}, ...) got {len(values)} values for {self._count} completions")
+        self.columns[column] = tuple(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Average a number into a metric.
+
+        Raises:
+            ValueError: If it is not finite: it would spoil the average.
+        """
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}, ...) got {number}; allowed is a finite number")
+        logged = Mean(number, 1)
+        self.metrics[name] = self.metrics[name].merge(logged) if name in self.metrics else logged

@@ -1,0 +1,129 @@
+"""One reward: a callable, and which arguments it wants."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from grpo_cli.errors import RewardError
+
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A reward function under its name. Build it with `make_reward`.
+
+    Attributes:
+        name: In metrics, files and messages.
+        function: What is called; parameters of the recipe are bound.
+        wanted: Parameters that are passed where they are available.
+        required: Those of them without a default.
+        takes_all: Whether it has `**kwargs` and gets everything that is not bound.
+        bound: Parameters that already have their value and are never passed.
+        is_async: Whether calling it gives a coroutine.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    wanted: frozenset[str]
+    required: tuple[str, ...]
+    takes_all: bool
+    bound: frozenset[str]
+    is_async: bool
+
+    @property
+    def source(self) -> Any:
+        """The object behind the function, which may have a state: of a partial its function, of a method its owner."""
+        function = unbound(self.function)
+        return function.__self__ if inspect.ismethod(function) else function
+
+    def check_available(self, available: Iterable[str]) -> None:
+        """Check that every required parameter is provided.
+
+        Raises:
+            RewardError: Naming the first one that is not, and what there is.
+        """
+        names = list(available)
+        for parameter in self.required:
+            if parameter in names:
+                continue
+            raise RewardError(
+                f"reward function {self.name!r} needs {parameter!r}, which is neither a dataset column nor given by the "
+                f"trainer; available: {', '.join(sorted(names))}",
+                hint=nearest(parameter, names)
+                or "rename a column with `dataset.columns`, or give the parameter a default",
+            )
+
+    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Pick what the function gets.
+
+        Raises:
+            RewardError: As `check_available`.
+        """
+        self.check_available(arguments)
+        return {
+            name: value
+            for name, value in arguments.items()
+            if name not in self.bound and (self.takes_all or name in self.wanted)
+        }
+
+
+def make_reward(name: str, function: Callable[..., Any]) -> Reward:
+    """Look at a callable's signature: a function, a partial, a bound method, or an object with `__call__`; plain or async.
+
+    Raises:
+        RewardError: If it cannot be called with keyword arguments.
+    """
+    parameters = signature_of(name, function).values()
+    bound = frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
+    free = [parameter for parameter in parameters if parameter.name not in bound]
+    for parameter in free:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise RewardError(
+                f"reward function {name!r} takes {parameter.name!r} by position only; arguments are passed by keyword"
+            )
+    wanted = [parameter for parameter in free if parameter.kind in _KEYWORD]
+    return Reward(
+        name=name,
+        function=function,
+        wanted=frozenset(parameter.name for parameter in wanted),
+        required=tuple(parameter.name for parameter in wanted if parameter.default is parameter.empty),
+        takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in free),
+        bound=bound,
+        is_async=_is_async(function),
+    )
+
+
+def signature_of(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Read a callable's parameters.
+
+    Raises:
+        RewardError: If it has no readable signature.
+    """
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {name!r}: the parameters of {function!r} cannot be read", hint="wrap it in a function"
+        ) from error
+
+
+def unbound(function: Callable[..., Any]) -> Any:
+    """Give the function behind a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Phrase a hint with the most similar name, if there is one."""
+    matches = get_close_matches(name, list(names), n=1)
+    return f"did you mean `{matches[0]}`?" if matches else None
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    function = unbound(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  asked for its kind, not whether it exists
