@@ -1,6 +1,7 @@
 """Accelerate, and nothing of it anywhere else: devices, wrapping, backward, clipping, reduction, export of weights."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Processes:
     def unwrap(self, policy: nn.Module) -> Any:
         """Give the policy without wrappers."""
         return self._accelerator.unwrap_model(policy)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Compute in this run's precision, for models that are called without their wrapper."""
+        with self._accelerator.autocast():
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradient to the parameters."""

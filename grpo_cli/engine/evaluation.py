@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.randomness import own_randomness
 from grpo_cli.metrics import merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
@@ -20,6 +21,7 @@ class Evaluator:
 
     Attributes:
         prompts: All of them, every time.
+        processes: The processes of this run.
         rollouts: The engine of the training run.
         scorer: The rewards of the training run.
         sampling: How completions are drawn here.
@@ -29,6 +31,7 @@ class Evaluator:
     """
 
     prompts: Sequence[Prompt]
+    processes: Processes
     rollouts: RolloutEngine
     scorer: RewardScorer
     sampling: Sampling
@@ -38,7 +41,7 @@ class Evaluator:
 
     def run(self, trainer_state: TrainerState) -> Evaluation:
         """Evaluate the engine's present weights; training's generators are left as they were."""
-        with own_randomness(self.seed):
+        with own_randomness(self.seed), self.processes.autocast():
             groups = self.rollouts.generate(
                 self.prompts,
                 self.sampling,

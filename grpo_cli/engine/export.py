@@ -53,7 +53,7 @@ def save_model_folder(stages: Stages, folder: Path) -> None:
     stages.tokenizer.save_pretrained(folder)
 
 
-def save_final_model(stages: Stages, folder: Path) -> None:
+def save_final_model(stages: Stages, folder: Path) -> Path:
     """Save the trained model under its final name, complete or not at all."""
     beside = folder.with_name(f".writing-{folder.name}")
     try:
@@ -62,6 +62,7 @@ def save_final_model(stages: Stages, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
         flush_folder(folder.parent)
+        return folder
     except OSError as error:
         raise CheckpointError(
             f"cannot write the final model to {folder}: {error}",

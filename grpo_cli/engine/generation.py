@@ -63,7 +63,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         TrainingError: If every prompt was dropped.
     """
     prompts = stages.prompts.take(prompts_to_draw(state, settings))
-    with clock.phase("generate"):
+    with clock.phase("generate"), stages.processes.autocast():
         groups = stages.rollouts.generate(
             prompts,
             stages.sampling,

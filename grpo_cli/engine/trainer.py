@@ -14,7 +14,7 @@ from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import gradient_metrics
 from grpo_cli.errors import TrainingError
-from grpo_cli.metrics import Metrics, Sum, merge
+from grpo_cli.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_cli.telemetry.recorder import Rollouts
 from grpo_cli.types import PolicyVersion, StepReport
 
@@ -55,9 +55,7 @@ class Trainer:
             except BaseException:
                 self._save_on_the_way_out()
                 raise
-            final = self.settings.output_dir / "final"
-            save_final_model(self.stages, final)
-        return final
+            return save_final_model(self.stages, self.settings.output_dir / "final")
 
     def _train_step(self) -> None:
         """Do one optimizer step, tell about it, and commit it to `state`."""
@@ -93,8 +91,10 @@ class Trainer:
             num_tokens=state.num_tokens + (0 if generation is None else generation.tokens),
             prompts_drawn=state.prompts_drawn + drawn,
         )
+        behind = state.step - groups[0].policy_version
+        versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
+        self._record(clock, merge([gradient, step_metrics, versions]), generation)
         self._commit()
-        self._record(clock, merge([gradient, step_metrics]), generation)
 
     def _apply_gradient(self) -> Metrics:
         """Clip, step, schedule, and clear the gradient.
@@ -132,7 +132,7 @@ class Trainer:
         }
 
     def _record(self, clock: Clock, metrics: Metrics, generation: Generation | None) -> None:
-        """Tell about the step that was just committed."""
+        """Tell about the step that was just done."""
         rollouts = None
         if generation is not None:
             metrics = merge([generation.metrics, metrics])

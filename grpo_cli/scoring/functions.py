@@ -11,8 +11,9 @@ import torch
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.imports import resolve
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
+from grpo_cli.recipe.suggest import did_you_mean
 from grpo_cli.scoring.contract import RESERVED_COLUMNS
-from grpo_cli.scoring.reward import Reward, make_reward, nearest, signature_of
+from grpo_cli.scoring.reward import Reward, make_reward, signature_of
 from grpo_cli.scoring.reward_model import load_reward_model
 
 
@@ -100,5 +101,5 @@ def _check_parameters(name: str, target: Any, parameters: Mapping[str, Any]) -> 
             raise RewardError(f"reward {name!r}: parameter {parameter!r} is given by the trainer, not by the recipe")
         raise RewardError(
             f"reward {name!r} has no parameter {parameter!r}; it has: {', '.join(free) or 'none'}",
-            hint=nearest(parameter, free),
+            hint=did_you_mean(parameter, free),
         )

@@ -4,10 +4,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from grpo_cli.errors import RewardError
+from grpo_cli.recipe.suggest import did_you_mean
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -53,7 +53,7 @@ class Reward:
             raise RewardError(
                 f"reward function {self.name!r} needs {parameter!r}, which is neither a dataset column nor given by the "
                 f"trainer; available: {', '.join(sorted(names))}",
-                hint=nearest(parameter, names)
+                hint=did_you_mean(parameter, names)
                 or "rename a column with `dataset.columns`, or give the parameter a default",
             )
 
@@ -116,12 +116,6 @@ def unbound(function: Callable[..., Any]) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Phrase a hint with the most similar name, if there is one."""
-    matches = get_close_matches(name, list(names), n=1)
-    return f"did you mean `{matches[0]}`?" if matches else None
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -11,6 +11,9 @@ class TrainSection:
     """Length of the run, optimizer, precision, checkpoints."""
 
     output_dir: str = option("runs/${run_name}", non_empty=True, help="Where the run's files go. `${run_name}` is the recipe's file name.")
+    overwrite_output_dir: bool = option(
+        False, help="Remove the run that `output_dir` already holds and start over. Without it such a run is only continued."
+    )
     seed: int = option(42, minimum=0, help="Seed of everything random.")
     prompts_per_step: int = option(
         8, minimum=1, help="Prompts of one optimizer step, over all processes; each gets `grpo.num_generations` completions."

@@ -1,0 +1,75 @@
+"""The `grpo` command, and the one place where errors become messages and exit codes."""
+
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from grpo_cli import __version__
+from grpo_cli.cli.check import check
+from grpo_cli.cli.recipes import recipes
+from grpo_cli.errors import GrpoError, RecipeError
+
+app = typer.Typer(
+    name="grpo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@dataclass(slots=True)
+class _Options:
+    """Options that stand before the command."""
+
+    debug: bool = False
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"grpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="\b\nExamples:\n  grpo check recipes/quickstart.yaml\n  grpo train recipes/quickstart.yaml train.seed=1\n"
+    "  grpo recipes",
+)
+def _root(
+    context: typer.Context,
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[  # noqa: ARG001  its callback does the work
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with GRPO and its family, from YAML recipes."""
+    context.obj.debug = debug
+
+
+app.command(name="check")(check)
+app.command(name="recipes")(recipes)
+
+
+def main() -> None:
+    """Run the command line; the exit code says what kind of error it was (see `grpo_cli.errors`)."""
+    options = _Options()
+    try:
+        app(obj=options)
+    except GrpoError as error:
+        if options.debug:
+            traceback.print_exc()
+        sys.stderr.write(f"{_message(error)}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _message(error: GrpoError) -> str:
+    if not isinstance(error, RecipeError):
+        return f"error: {error}"
+    count = len(error.problems)
+    return f"{error}\n{count} {'problem' if count == 1 else 'problems'}; nothing was started"

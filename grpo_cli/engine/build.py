@@ -1,0 +1,193 @@
+"""From a recipe to stages: the only place that knows both.
+
+What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, and only then the model.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.data.sampler import PromptSource
+from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.evaluation import Evaluator
+from grpo_cli.engine.export import MODEL_FOLDER
+from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.optimizer import build_optimizer, build_schedule
+from grpo_cli.engine.prompts import LoadedPrompts
+from grpo_cli.engine.run_length import RunLength
+from grpo_cli.engine.stages import LoopSettings, Stages
+from grpo_cli.engine.step import GradientPass
+from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
+from grpo_cli.objective.loss import ObjectiveSettings
+from grpo_cli.objective.ratio import RatioLevel
+from grpo_cli.objective.settings import LossType
+from grpo_cli.policy.agreement import check_agreement
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.reference import ReferenceModel
+from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe
+from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.rollout.local.engine import LocalEngine
+from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
+from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.telemetry.recorder import Recorder
+from grpo_cli.types import Prompt, Sampling, Segment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a run starts from, loaded and checked before the model.
+
+    Attributes:
+        recipe: The whole recipe.
+        folder: The recipe's folder.
+        output_dir: The run directory.
+        checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
+        processes: The processes of this run.
+        tokenizer: The policy's.
+        prompts: The training prompts.
+        evaluation_prompts: Held-out prompts; empty if there are none.
+        scorer: The rewards.
+        length: The end of the run.
+    """
+
+    recipe: Recipe
+    folder: Path
+    output_dir: Path
+    checkpoint: Path | None
+    processes: Processes
+    tokenizer: Any
+    prompts: LoadedPrompts
+    evaluation_prompts: Sequence[Prompt]
+    scorer: RewardScorer
+    length: RunLength
+
+
+def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
+    """Load the model, and put everything together."""
+    recipe, processes = inputs.recipe, inputs.processes
+    model_section = recipe.model
+    if inputs.checkpoint is not None:
+        model_section = dataclasses.replace(
+            model_section, name_or_path=str((inputs.checkpoint / MODEL_FOLDER).resolve()), revision=None
+        )
+    model = load_model(model_section, folder=inputs.folder)
+    if recipe.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    stop_ids = stop_token_ids(
+        inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
+    )
+    sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
+    policy = PolicyModel(model.to(processes.device), sampling=sampling)
+    notice = check_agreement(policy, _probe(inputs.prompts.first))
+    if notice is not None:
+        recorder.say(notice)
+    reference = _build_reference(inputs, policy)
+    optimizer = build_optimizer(policy, recipe.train, device=processes.device)
+    schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
+    prepared, optimizer = processes.prepare(policy, optimizer)
+    rollouts = LocalEngine(processes.unwrap(prepared).model, inputs.tokenizer, max_num_seqs=recipe.generation.max_num_seqs)
+    weights = recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)
+    advantage_settings = AdvantageSettings(
+        weights=tuple(weights),
+        scale_rewards=ScaleRewards(recipe.grpo.scale_rewards),
+        multi_objective_aggregation=MultiObjectiveAggregation(recipe.grpo.multi_objective_aggregation),
+    )
+    return Stages(
+        processes=processes,
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.prompts.source,
+        rollouts=rollouts,
+        sampling=sampling,
+        scorer=inputs.scorer,
+        advantage_settings=advantage_settings,
+        gradients=GradientPass(
+            processes=processes,
+            settings=objective_settings(recipe.grpo, recipe.generation),
+            micro_batch_tokens=recipe.train.micro_batch_tokens,
+        ),
+        policy=prepared,
+        reference=reference,
+        optimizer=optimizer,
+        schedule=schedule,
+        evaluator=_build_evaluator(inputs, rollouts, advantage_settings, stop_ids),
+        health=RunHealth(),
+        checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
+        recorder=recorder,
+    )
+
+
+def objective_settings(grpo: GrpoSection, generation: GenerationSection) -> ObjectiveSettings:
+    """Read the objective out of the recipe's sections; the names are the same."""
+    names = {field.name for field in dataclasses.fields(ObjectiveSettings)}
+    values = {name: value for name, value in vars(grpo).items() if name in names}
+    values |= {
+        "loss_type": LossType(grpo.loss_type),
+        "importance_sampling_level": RatioLevel(grpo.importance_sampling_level),
+        "epsilon_high": grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
+        "max_completion_length": generation.max_completion_length,
+    }
+    return ObjectiveSettings(**values)
+
+
+def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> LoopSettings:
+    """Read the loop's numbers out of the recipe."""
+    return LoopSettings(
+        output_dir=output_dir,
+        seed=recipe.train.seed,
+        total_steps=length.total_steps,
+        total_prompts=length.total_prompts,
+        prompts_per_step=recipe.train.prompts_per_step,
+        steps_per_generation=recipe.grpo.steps_per_generation,
+        num_iterations=recipe.grpo.num_iterations,
+        num_generations=recipe.grpo.num_generations,
+        mask_truncated_completions=recipe.grpo.mask_truncated_completions,
+        max_grad_norm=recipe.train.max_grad_norm,
+        save_steps=recipe.train.save_steps,
+        eval_every=recipe.eval.every,
+        best_metric=recipe.eval.best_metric,
+        greater_is_better=recipe.eval.greater_is_better,
+    )
+
+
+def _build_reference(inputs: Inputs, policy: PolicyModel) -> ReferenceModel | None:
+    """Make the reference of the KL term: the recipe's model, which a resumed policy no longer is."""
+    grpo = inputs.recipe.grpo
+    if grpo.beta == 0.0:
+        return None
+    if inputs.checkpoint is None:
+        reference = copy.deepcopy(policy)
+    else:
+        model = load_model(inputs.recipe.model, folder=inputs.folder).to(inputs.processes.device)
+        reference = PolicyModel(model, sampling=policy.sampling, full_logits=policy.full_logits)
+    inputs.processes.prepare_frozen(reference)
+    sync_steps = grpo.ref_model_sync_steps if grpo.sync_ref_model else 0
+    return ReferenceModel(reference, mixup_alpha=grpo.ref_model_mixup_alpha, sync_steps=sync_steps)
+
+
+def _build_evaluator(
+    inputs: Inputs, rollouts: RolloutEngine, advantage_settings: AdvantageSettings, stop_ids: tuple[int, ...]
+) -> Evaluator | None:
+    """Make the evaluator, if the recipe has held-out prompts."""
+    if not inputs.evaluation_prompts:
+        return None
+    section = inputs.recipe.eval
+    return Evaluator(
+        prompts=inputs.evaluation_prompts,
+        processes=inputs.processes,
+        rollouts=rollouts,
+        scorer=inputs.scorer,
+        sampling=evaluation_sampling(section, inputs.recipe.generation, stop_ids=stop_ids),
+        num_generations=section.num_generations,
+        advantage_settings=advantage_settings,
+        seed=inputs.recipe.train.seed,
+    )
+
+
+def _probe(prompt: Prompt) -> tuple[Segment, ...]:
+    """Make a segment to compare two ways of computing log-probabilities on: a real prompt, continued by its own tokens."""
+    ids = prompt.ids[:256]
+    return (Segment(prompt_ids=ids, completion_ids=(ids[:8], ids[:3])),)

@@ -1,0 +1,238 @@
+"""Rules across keys, for recipes whose every single value is allowed. A new rule is a new function in `CHECKS`."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from grpo_cli.recipe.finding import Finding
+from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
+from grpo_cli.recipe.schema import DatasetSection, Recipe, RewardFunction
+
+_SLICE = re.compile(r"\[.*\]$")
+_PROJECT_TRACKERS = ("wandb", "trackio")
+
+
+def reward_name(entry: RewardFunction) -> str:
+    """Give the name of a reward in metrics and files."""
+    if entry.name is not None:
+        return entry.name
+    if entry.path is not None:
+        return re.split(r"[.:]", entry.path)[-1]
+    return (entry.model or "").rstrip("/").rsplit("/", 1)[-1]
+
+
+def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
+    """Give the datasets of a recipe by key."""
+    yield "dataset", recipe.dataset
+    if recipe.eval.dataset is not None:
+        yield "eval.dataset", recipe.eval.dataset
+
+
+def reward_weights_match(recipe: Recipe) -> Iterable[Finding]:
+    """Each reward function has a weight, and not all weights are 0."""
+    weights, functions = recipe.rewards.reward_weights, recipe.rewards.reward_funcs
+    if weights is None:
+        return
+    keys = ("rewards.reward_weights", "rewards.reward_funcs")
+    if len(weights) != len(functions):
+        message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
+        yield Finding(keys=keys, message=message)
+    elif not any(weights):
+        yield Finding(
+            keys=keys,
+            message="all weights are 0, so no reward counts; allowed: at least one other number",
+            hint="leave the key out to weigh all 1",
+        )
+
+
+def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
+    """A reward is either a function or a model, and has only keys of its kind."""
+    for index, entry in enumerate(recipe.rewards.reward_funcs):
+        key = f"rewards.reward_funcs[{index}]"
+        if (entry.path is None) == (entry.model is None):
+            found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
+            yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
+        elif entry.model is not None and entry.parameters:
+            yield Finding(
+                keys=(f"{key}.parameters", f"{key}.model"),
+                message="a reward model takes no parameters; allowed: `parameters` beside `path`",
+            )
+        elif entry.path is not None and entry.max_length is not None:
+            yield Finding(
+                keys=(f"{key}.max_length", f"{key}.path"),
+                message="a reward function is given whole completions; allowed: `max_length` beside `model`",
+            )
+
+
+def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
+    """Metrics and files tell rewards apart by name."""
+    names = [reward_name(entry) for entry in recipe.rewards.reward_funcs]
+    counts = Counter(names)
+    for index, name in enumerate(names):
+        first = names.index(name)
+        if name and counts[name] > 1 and index > first:
+            yield Finding(
+                keys=(f"rewards.reward_funcs[{index}]", f"rewards.reward_funcs[{first}]"),
+                message=f"found a second reward with the name `{name}`; allowed: one name each",
+                hint=f"add `name: {name}_2`",
+            )
+
+
+def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
+    """A group of equal completions has nothing to learn from."""
+    if recipe.generation.top_k == 1:
+        yield Finding(
+            keys=("generation.top_k",),
+            message="found 1: all completions of a prompt would be the same; allowed: 0 (all tokens) or at least 2",
+        )
+    if recipe.eval.dataset is not None and recipe.eval.temperature == 0 and recipe.eval.num_generations > 1:
+        yield Finding(
+            keys=("eval.num_generations", "eval.temperature"),
+            message=f"found {recipe.eval.num_generations} with temperature 0, which samples the same completion each time; "
+            "allowed: 1",
+            hint="or set `eval.temperature` above 0",
+        )
+
+
+def lengths_fit(recipe: Recipe) -> Iterable[Finding]:
+    """The least completion is not longer than the longest."""
+    generation, evaluation = recipe.generation, recipe.eval
+    least, most = "generation.min_completion_length", "generation.max_completion_length"
+    if generation.min_completion_length > generation.max_completion_length:
+        yield Finding(
+            keys=(least, most),
+            message=f"found {generation.min_completion_length}; allowed: at most {most}, which is "
+            f"{generation.max_completion_length}",
+        )
+    elif (
+        evaluation.max_completion_length is not None
+        and evaluation.max_completion_length < generation.min_completion_length
+    ):
+        yield Finding(
+            keys=("eval.max_completion_length", least),
+            message=f"found {evaluation.max_completion_length}; allowed: at least {least}, which is "
+            f"{generation.min_completion_length}",
+        )
+
+
+def sampling_can_be_reproduced(recipe: Recipe) -> Iterable[Finding]:
+    """Both sides of the importance ratio come from one distribution."""
+    if recipe.generation.repetition_penalty != 1:
+        yield Finding(
+            keys=("generation.repetition_penalty",),
+            message=f"found {recipe.generation.repetition_penalty:g}; allowed: 1, because the log-probabilities of training "
+            "cannot reproduce a penalty that depends on all tokens before, and the ratio would be wrong",
+            hint="use the reward `rewards.repetition`; `eval.repetition_penalty` may differ from 1",
+        )
+
+
+def stops_are_possible(recipe: Recipe) -> Iterable[Finding]:
+    """Stop strings and ids can occur."""
+    for index, text in enumerate(recipe.generation.stop):
+        if not text:
+            key = f"generation.stop[{index}]"
+            yield Finding(keys=(key,), message='found ""; allowed: a string that is not empty')
+    for index, token in enumerate(recipe.generation.stop_token_ids):
+        if token < 0:
+            key = f"generation.stop_token_ids[{index}]"
+            yield Finding(keys=(key,), message=f"found {token}; allowed: token ids, at least 0")
+
+
+def datasets_are_consistent(recipe: Recipe) -> Iterable[Finding]:
+    """A dataset's keys go together."""
+    for key, dataset in dataset_sections(recipe):
+        if dataset.streaming and _SLICE.search(dataset.split):
+            yield Finding(
+                keys=(f"{key}.split", f"{key}.streaming"),
+                message=f'found "{dataset.split}"; allowed with `streaming`: a split without a slice',
+                hint=f"use `{key}.max_rows`",
+            )
+        if dataset.max_prompt_length is None and dataset.max_prompt_length_policy != "drop":
+            yield Finding(
+                keys=(f"{key}.max_prompt_length_policy", f"{key}.max_prompt_length"),
+                message=f"found {dataset.max_prompt_length_policy} without a length; allowed: together with "
+                f"`{key}.max_prompt_length`",
+            )
+
+
+def run_has_an_end(recipe: Recipe) -> Iterable[Finding]:
+    """The number of steps can be known."""
+    if recipe.dataset.streaming and recipe.train.max_steps is None:
+        yield Finding(
+            keys=("train.max_steps", "dataset.streaming"),
+            message="not set; required with `dataset.streaming`, because a stream has no known length",
+        )
+
+
+def warmup_is_clear(recipe: Recipe) -> Iterable[Finding]:
+    """There is one warm-up, the schedule has it, and it ends before the run does."""
+    train = recipe.train
+    warmup = next((key for key in ("warmup_steps", "warmup_ratio") if getattr(train, key)), None)
+    if train.warmup_steps and train.warmup_ratio:
+        yield Finding(
+            keys=("train.warmup_ratio", "train.warmup_steps"),
+            message=f"found {train.warmup_ratio:g} beside warmup_steps {train.warmup_steps}; allowed: one of the two",
+        )
+    elif warmup is not None and train.lr_scheduler_type == "constant":
+        yield Finding(
+            keys=(f"train.{warmup}", "train.lr_scheduler_type"),
+            message=f"found {getattr(train, warmup):g}, but the schedule constant has no warm-up; allowed: 0",
+            hint="did you mean `lr_scheduler_type: constant_with_warmup`?",
+        )
+    if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        yield Finding(
+            keys=("train.warmup_steps", "train.max_steps"),
+            message=f"found {train.warmup_steps}; allowed: less than train.max_steps, which is {train.max_steps}",
+        )
+
+
+def evaluation_is_possible(recipe: Recipe) -> Iterable[Finding]:
+    """There are prompts to evaluate on, and the best checkpoint is picked by an evaluation metric."""
+    if recipe.eval.every > 0 and recipe.eval.dataset is None:
+        yield Finding(
+            keys=("eval.every", "eval.dataset"),
+            message=f"found {recipe.eval.every} without `eval.dataset`; allowed: 0",
+            hint="name the held-out rows in `eval.dataset`",
+        )
+    if not recipe.eval.best_metric.startswith("eval/"):
+        yield Finding(
+            keys=("eval.best_metric",),
+            message=f'found "{recipe.eval.best_metric}"; allowed: a metric of the evaluation, which starts with eval/',
+            hint=f"did you mean `eval/{recipe.eval.best_metric}`?",
+        )
+
+
+def trackers_are_consistent(recipe: Recipe) -> Iterable[Finding]:
+    """Each tracker is named once, and a project belongs to a tracker that has projects."""
+    for tracker, count in Counter(recipe.logging.report_to).items():
+        if count > 1:
+            yield Finding(keys=("logging.report_to",), message=f"found {tracker} {count} times; allowed: each once")
+    if recipe.logging.project is not None and not set(recipe.logging.report_to) & set(_PROJECT_TRACKERS):
+        yield Finding(
+            keys=("logging.project", "logging.report_to"),
+            message=f'found "{recipe.logging.project}", but no tracker has projects; allowed: with wandb or trackio in '
+            "`logging.report_to`",
+        )
+
+
+CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
+    reward_weights_match,
+    reward_entries_are_whole,
+    reward_names_differ,
+    *OBJECTIVE_CHECKS,
+    completions_can_vary,
+    lengths_fit,
+    sampling_can_be_reproduced,
+    stops_are_possible,
+    datasets_are_consistent,
+    run_has_an_end,
+    warmup_is_clear,
+    evaluation_is_possible,
+    trackers_are_consistent,
+)
+
+
+def impossible_combinations(recipe: Recipe) -> Iterator[Finding]:
+    """Run all checks."""
+    for check in CHECKS:
+        yield from check(recipe)

@@ -1,0 +1,114 @@
+"""What a recipe names on disk and in Python: is it there, and are there enough rows?"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from grpo_cli.recipe.combinations import dataset_sections
+from grpo_cli.recipe.finding import Finding
+from grpo_cli.recipe.imports import is_dotted_path, locate
+from grpo_cli.recipe.rows import count_rows, is_local, matching_files
+from grpo_cli.recipe.schema import DatasetSection, Recipe
+from grpo_cli.recipe.suggest import did_you_mean
+
+_HEAD_SLICE = re.compile(r"\[:(\d+)\]$")
+
+
+def missing_things(recipe: Recipe, folder: Path) -> Iterator[Finding]:
+    """Run all checks that look at files and modules; nothing is imported or loaded.
+
+    Args:
+        recipe: Its values are allowed, each by itself.
+        folder: The recipe's folder.
+    """
+    yield from _reward_paths(recipe, folder)
+    for key, dataset in dataset_sections(recipe):
+        yield from _dataset_source(key, dataset, folder)
+    yield from _rows_for_a_step(recipe, folder)
+    yield from _model_files(recipe, folder)
+
+
+def _reward_paths(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+    for index, entry in enumerate(recipe.rewards.reward_funcs):
+        missing = locate(entry.path, folder) if entry.path is not None else None
+        if missing is not None:
+            yield Finding(keys=(f"rewards.reward_funcs[{index}].path",), message=f'found "{entry.path}"; {missing}')
+
+
+def _dataset_source(key: str, dataset: DatasetSection, folder: Path) -> Iterable[Finding]:
+    name, keys = dataset.name, (f"{key}.name",)
+    if is_dotted_path(name, folder):
+        missing = locate(name, folder)
+        if missing is not None:
+            yield Finding(keys=keys, message=f'found "{name}"; {missing}')
+        return
+    if dataset.arguments:
+        yield Finding(
+            keys=(f"{key}.arguments", f"{key}.name"),
+            message=f'found arguments, but "{name}" is no function; allowed: with the dotted path of a function',
+        )
+    if is_local(name) and not matching_files(name, folder):
+        yield _no_file(keys, name, folder)
+
+
+def _rows_for_a_step(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+    """An epoch must fill at least one optimizer step."""
+    dataset, needed = recipe.dataset, recipe.train.prompts_per_step
+    step = f"one step takes {needed} prompts by `train.prompts_per_step`"
+    head = _HEAD_SLICE.search(dataset.split)
+    bounds = [("dataset.max_rows", dataset.max_rows), ("dataset.split", int(head[1]) if head else None)]
+    hint = "use more rows, or lower `train.prompts_per_step`"
+    for key, bound in bounds:
+        if bound is not None and bound < needed:
+            yield Finding(
+                keys=(key, "train.prompts_per_step"),
+                message=f"found {bound} rows, but {step}",
+                hint=f"{hint} to {bound}",
+            )
+            return
+    files = [] if is_dotted_path(dataset.name, folder) else matching_files(dataset.name, folder)
+    try:
+        rows = count_rows(files, enough=needed)
+    except (OSError, ValueError) as error:
+        yield Finding(keys=("dataset.name",), message=f'"{dataset.name}" cannot be read: {_first_line(error)}')
+        return
+    if rows is not None and rows < needed:
+        yield Finding(
+            keys=("dataset.name", "train.prompts_per_step"),
+            message=f"found {rows} rows in {dataset.name}, but {step}",
+            hint=f"{hint} to {rows}" if rows else "write some rows",
+        )
+
+
+def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+    model = recipe.model
+    files = {
+        "model.name_or_path": model.name_or_path,
+        "model.tokenizer_name_or_path": model.tokenizer_name_or_path,
+        **{f"rewards.reward_funcs[{i}].model": entry.model for i, entry in enumerate(recipe.rewards.reward_funcs)},
+    }
+    for key, name in files.items():
+        if name and _is_path(name) and not matching_files(name, folder):
+            yield _no_file((key,), name, folder)
+    template = model.chat_template_path
+    if template is not None and not matching_files(template, folder):
+        yield _no_file(("model.chat_template_path",), template, folder)
+
+
+def _is_path(name: str) -> bool:
+    """Tell a model's path from a hub id."""
+    return name.startswith((".", "/", "~")) or (name.endswith(".gguf") and "://" not in name)
+
+
+def _no_file(keys: tuple[str, ...], name: str, folder: Path) -> Finding:
+    parent = (folder / Path(name).expanduser()).parent
+    neighbours = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    return Finding(
+        keys=keys,
+        message=f'found "{name}", which does not exist; allowed: a path from the recipe\'s folder or the working folder',
+        hint=did_you_mean(Path(name).name, neighbours),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,101 @@
+"""The README's tables of recipe keys, generated from the schema.
+
+python -m grpo_cli.recipe.reference README.md --write
+python -m grpo_cli.recipe.reference README.md --check
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from grpo_cli.errors import GrpoError
+from grpo_cli.recipe.kinds import default_of, describe, fields_of, is_section, item_type, types_of, without_none
+from grpo_cli.recipe.schema import Recipe
+
+_HEADER = ("| key | allowed | default | meaning |", "|---|---|---|---|")
+
+
+def key_table() -> str:
+    """Write Markdown tables of every key: one for the top level, one for each section, one for the items of a list."""
+    return "\n\n".join("\n".join(lines) for lines in _tables(Recipe, ""))
+
+
+def replace_between_markers(text: str, name: str, content: str) -> str:
+    """Put generated text between `<!-- name:begin -->` and `<!-- name:end -->`.
+
+    Args:
+        text: The whole document.
+        name: The marker's.
+        content: What comes between the two lines.
+
+    Raises:
+        GrpoError: If the markers are not there, in this order.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise GrpoError(f"the markers {begin} and {end} are not there, in this order")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def _tables(section: type[Any], prefix: str) -> Iterator[list[str]]:
+    """Give the table of a section and those of the sections below."""
+    kinds, fields = types_of(section), fields_of(section)
+    title = f"#### `{prefix}`" if prefix else "#### top level"
+    rows = [_row(field, kinds[name]) for name, field in fields.items() if not is_section(kinds[name])]
+    summary = typing.cast("str", section.__doc__)
+    yield [title, "", summary, "", *_HEADER, *rows]
+    for name in fields:
+        below = f"{prefix}.{name}".removeprefix(".")
+        if is_section(kinds[name]):
+            yield from _tables(kinds[name], below)
+        elif typing.get_origin(kinds[name]) is list and is_section(item_type(kinds[name])):
+            yield from _tables(item_type(kinds[name]), f"{below}[]")
+
+
+def _row(field: dataclasses.Field[Any], kind: Any) -> str:
+    inner, _ = without_none(kind)
+    allowed = "the keys of `dataset`, or null" if is_section(inner) else describe(kind, field.metadata["range"])
+    cells = (f"`{field.name}`", allowed, _default(field), field.metadata["help"])
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    default = default_of(field)
+    if default == MISSING:
+        return "**required**"
+    if isinstance(default, float):
+        return f"`{default:g}`"
+    return f"`{default}`" if isinstance(default, str) else f"`{json.dumps(default)}`"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check or renew the tables in a file; give the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_cli.recipe.reference", description="The README's tables of keys."
+    )
+    parser.add_argument("file", type=Path)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--check", action="store_true", help="fail if the tables are out of date")
+    mode.add_argument("--write", action="store_true", help="renew the tables")
+    options = parser.parse_args(arguments)
+    before = options.file.read_text(encoding="utf-8")
+    after = replace_between_markers(before, "keys", key_table())
+    if options.write:
+        options.file.write_text(after, encoding="utf-8")
+    elif before != after:
+        sys.stderr.write(f"{options.file}: the tables of recipe keys are out of date; run with --write\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a misspelled or misplaced name was probably meant to be."""
+
+import difflib
+from collections.abc import Iterable
+
+_VLLM = "vLLM engines are not part of this version; the built-in engine samples"
+_BATCH = "batches are stated in prompts: `train.prompts_per_step`; memory: `train.micro_batch_tokens`"
+_ADAPTERS = "adapters are not part of this version; all weights are trained"
+
+OTHER_NAMES = {
+    "batch_size": _BATCH,
+    "clip_ratio": "here: `grpo.epsilon`",
+    "data_seed": "here: `train.seed`",
+    "dataset_config": "here: `dataset.config`",
+    "dataset_name": "here: `dataset.name`",
+    "dataset_streaming": "here: `dataset.streaming`",
+    "dataset_test_split": "here: `eval.dataset.split`",
+    "dataset_train_split": "here: `dataset.split`",
+    "disable_dropout": "dropout is always off; leave the key out",
+    "eos_token_id": "here: `generation.stop_token_ids`",
+    "epsilon_low": "here: `grpo.epsilon`",
+    "eval_on_start": "the start is always evaluated where `eval.dataset` is set; leave the key out",
+    "eval_steps": "here: `eval.every`",
+    "eval_strategy": "here: `eval.every`, in steps",
+    "fp16": "here: `train.bf16`",
+    "generation_batch_size": "here: `train.prompts_per_step` times `grpo.steps_per_generation`",
+    "gradient_accumulation_steps": _BATCH,
+    "group_size": "here: `grpo.num_generations`",
+    "kl_coef": "here: `grpo.beta`",
+    "log_level": "here: `grpo --debug` on the command line",
+    "logging_steps": "every step is logged; leave the key out",
+    "lr": "here: `train.learning_rate`",
+    "max_new_tokens": "here: `generation.max_completion_length`",
+    "max_tokens": "here: `generation.max_completion_length`",
+    "metric_for_best_model": "here: `eval.best_metric`",
+    "model_name": "here: `model.name_or_path`",
+    "model_name_or_path": "here: `model.name_or_path`",
+    "model_revision": "here: `model.revision`",
+    "mu": "here: `grpo.num_iterations`",
+    "optim": "the optimizer is AdamW; leave the key out",
+    "per_device_eval_batch_size": "here: `generation.max_num_seqs`",
+    "per_device_train_batch_size": _BATCH,
+    "push_to_hub": "the final model is a plain folder: upload it with `hf upload`",
+    "remove_unused_columns": "reward functions always get all columns; leave the key out",
+    "resume_from_checkpoint": "here: `grpo train --resume`",
+    "reward_model": "here: an item of `rewards.reward_funcs` with the key `model`",
+    "reward_model_name_or_path": "here: an item of `rewards.reward_funcs` with the key `model`",
+    "save_strategy": "here: `train.save_steps`",
+    "save_total_limit": "here: `train.keep_checkpoints`",
+    "shuffle_dataset": "here: `dataset.shuffle`",
+    "stop_strings": "here: `generation.stop`",
+    "torch_dtype": "here: `model.dtype`",
+    "use_liger_kernel": "logits are never built as a whole; leave the key out",
+    "use_peft": _ADAPTERS,
+    "use_vllm": _VLLM,
+    "wandb_project": "here: `logging.project`",
+}
+"""Names that users bring from TRL and its relatives, to what they are here."""
+
+_PREFIXES = {"vllm": _VLLM, "lora": _ADAPTERS, "hub_": OTHER_NAMES["push_to_hub"]}
+
+
+def other_name(name: str) -> str | None:
+    """Tell what a name from elsewhere is called here."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    return next((hint for prefix, hint in _PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Give the candidate that looks most like a word, if any does. Case does not count."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str | None:
+    """Phrase `nearest` as a hint."""
+    found = nearest(word, candidates)
+    return None if found is None else f"did you mean `{found}`?"

@@ -1,0 +1,24 @@
+"""A recipe in three lines."""
+
+from grpo_cli.recipe.combinations import reward_name
+from grpo_cli.recipe.schema import Recipe
+
+
+def summary(recipe: Recipe) -> str:
+    """Say what is trained on what, for what, and how long."""
+    train, model, dataset = recipe.train, recipe.model, recipe.dataset
+    rewards = ", ".join(reward_name(entry) for entry in recipe.rewards.reward_funcs)
+    completions = f"{train.prompts_per_step} prompts x {recipe.grpo.num_generations} completions"
+    lines = (
+        f"model    {model.name_or_path}, trained on {dataset.name} ({dataset.split})",
+        f"rewards  {rewards}; loss {recipe.grpo.loss_type}",
+        f"length   {_length(recipe)}; each step {completions} of up to {recipe.generation.max_completion_length} tokens",
+    )
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _length(recipe: Recipe) -> str:
+    steps, epochs = recipe.train.max_steps, recipe.train.num_train_epochs
+    if steps is not None:
+        return f"{steps} step{'s' if steps > 1 else ''}"
+    return f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
