@@ -10,6 +10,7 @@ import typer
 from grpo_cli import __version__
 from grpo_cli.cli.check import check
 from grpo_cli.cli.recipes import recipes
+from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.errors import GrpoError, RecipeError
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ def _root(
     context.obj.debug = debug
 
 
+app.command(name="train")(train)
 app.command(name="check")(check)
 app.command(name="recipes")(recipes)
 
@@ -58,7 +60,7 @@ def main() -> None:
     """Run the command line; the exit code says what kind of error it was (see `grpo_cli.errors`)."""
     options = _Options()
     try:
-        app(obj=options)
+        app(with_resume_value(sys.argv[1:]), obj=options)
     except GrpoError as error:
         if options.debug:
             traceback.print_exc()

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.data.sampler import PromptSource
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
@@ -34,7 +33,7 @@ from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Recorder
-from grpo_cli.types import Prompt, Sampling, Segment
+from grpo_cli.types import Prompt, Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +45,7 @@ class Inputs:
         folder: The recipe's folder.
         output_dir: The run directory.
         checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
+        resumed: Whether `--resume` was given, with or without a checkpoint to be found.
         processes: The processes of this run.
         tokenizer: The policy's.
         prompts: The training prompts.
@@ -58,6 +58,7 @@ class Inputs:
     folder: Path
     output_dir: Path
     checkpoint: Path | None
+    resumed: bool
     processes: Processes
     tokenizer: Any
     prompts: LoadedPrompts
@@ -88,8 +89,10 @@ def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
     reference = _build_reference(inputs, policy)
     optimizer = build_optimizer(policy, recipe.train, device=processes.device)
     schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
-    prepared, optimizer = processes.prepare(policy, optimizer)
-    rollouts = LocalEngine(processes.unwrap(prepared).model, inputs.tokenizer, max_num_seqs=recipe.generation.max_num_seqs)
+    prepared, prepared_optimizer = processes.prepare(policy, optimizer)
+    rollouts = LocalEngine(
+        processes.unwrap(prepared).model, inputs.tokenizer, max_num_seqs=recipe.generation.max_num_seqs
+    )
     weights = recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)
     advantage_settings = AdvantageSettings(
         weights=tuple(weights),
@@ -111,7 +114,7 @@ def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
         ),
         policy=prepared,
         reference=reference,
-        optimizer=optimizer,
+        optimizer=prepared_optimizer,
         schedule=schedule,
         evaluator=_build_evaluator(inputs, rollouts, advantage_settings, stop_ids),
         health=RunHealth(),

@@ -62,9 +62,9 @@ def save_final_model(stages: Stages, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
         flush_folder(folder.parent)
-        return folder
     except OSError as error:
+        newest = stages.checkpoints.path(stages.checkpoints.steps()[-1])
         raise CheckpointError(
-            f"cannot write the final model to {folder}: {error}",
-            hint=f"it is also in {stages.checkpoints.path(stages.checkpoints.steps()[-1]) / MODEL_FOLDER}",
+            f"cannot write the final model to {folder}: {error}", hint=f"it is also in {newest / MODEL_FOLDER}"
         ) from error
+    return folder

@@ -55,7 +55,7 @@ def checkpoint_to_resume(resume: str, store: CheckpointStore, say: Callable[[str
     """
     if resume == NEWEST:
         return _newest(store, say)
-    path = Path(resume).expanduser()
+    path = Path(resume).expanduser().absolute()
     if (path / "checkpoints").is_dir():
         found = _newest(CheckpointStore(path / "checkpoints", keep=store.keep), say)
         if found is None:

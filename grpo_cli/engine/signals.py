@@ -51,12 +51,15 @@ class StopSignals:
         """Run code that may be cut off anywhere.
 
         Raises:
-            Interrupted: If a signal has come, also when the code itself swallowed the exception.
+            Interrupted: If a signal has come, also when the code swallowed the exception or wrapped it in one of its own.
         """
         self.raise_if_received()
         self._interruptible = True
         try:
             yield
+        except Exception:
+            self.raise_if_received()
+            raise
         finally:
             self._interruptible = False
         self.raise_if_received()

@@ -103,7 +103,7 @@ class Trainer:
             TrainingError: If the gradient is not finite; the weights are as before.
         """
         stages = self.stages
-        learning_rate = stages.schedule.get_last_lr()[0]
+        learning_rate = float(stages.schedule.get_last_lr()[0])
         norm = stages.processes.clip_gradient(stages.policy, self.settings.max_grad_norm)
         if not math.isfinite(norm):
             self._restart = self.state

@@ -41,13 +41,14 @@ class RecipeDumper(yaml.SafeDumper):
         return True
 
 
-def read_yaml(text: str, locate: Callable[[int], str], problems: list[Problem]) -> Placed | None:
+def read_yaml(text: str, locate: Callable[[int], str], problems: list[Problem], *, path: KeyPath = ()) -> Placed | None:
     """Read one YAML document.
 
     Args:
         text: The document.
         locate: Line number, from 1, to the text that names the place.
         problems: Gets what is wrong.
+        path: The key that the document is the value of.
 
     Returns:
         The values; None if the text is no YAML. An empty document is an empty mapping.
@@ -57,15 +58,17 @@ def read_yaml(text: str, locate: Callable[[int], str], problems: list[Problem]) 
         node = loader.get_single_node()
         if node is None:
             return Placed(value={}, where=locate(1))
-        return _Reader(loader=loader, locate=locate, problems=problems).read(node, (), locate(_line(node.start_mark)))
+        return _Reader(loader=loader, locate=locate, problems=problems).read(node, path, locate(_line(node.start_mark)))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = locate(_line(mark) if mark is not None else 1)
         hint = "indent with spaces" if error.problem and r"'\t'" in error.problem else None
-        problems.append(Problem(where=where, key="", message=f"not valid YAML: {_sentence(error)}", hint=hint))
+        problems.append(
+            Problem(where=where, key=key_text(path), message=f"not valid YAML: {_sentence(error)}", hint=hint)
+        )
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        problems.append(Problem(where=locate(line), key="", message=f"not valid YAML: {error.reason}"))
+        problems.append(Problem(where=locate(line), key=key_text(path), message=f"not valid YAML: {error.reason}"))
     return None
 
 

@@ -202,8 +202,8 @@ def _guess(word: str, names: list[str]) -> str:
     public = [name for name in names if not name.startswith("_")]
     close = nearest(word, public)
     if close is not None:
-        return f"; did you mean `{close}`?"
-    return f"; it has {', '.join(public)}" if 0 < len(public) <= 12 else ""
+        return f" (did you mean `{close}`?)"
+    return f" (it has {', '.join(public)})" if 0 < len(public) <= 12 else ""
 
 
 def _extend_search_path(folder: Path) -> None:

@@ -31,7 +31,7 @@ def apply_overrides(root: Placed, overrides: Sequence[str], problems: list[Probl
             message = "cannot be set here; allowed: in the recipe file"
             problems.append(Problem(where=COMMAND_LINE, key="extends", message=message))
             continue
-        new = read_yaml(text, lambda _line: COMMAND_LINE, problems) if text.strip() else _null()
+        new = read_yaml(text, lambda _line: COMMAND_LINE, problems, path=path) if text.strip() else _null()
         if new is None:
             continue
         try:

@@ -46,8 +46,7 @@ def check(root: Placed) -> Checked:
     """Check a merged recipe whose interpolations are resolved."""
     checker = _Checker()
     values = checker.section(root, Recipe, ())
-    if isinstance(values, _Refused):
-        values = {}
+    assert not isinstance(values, _Refused), "a recipe that is no mapping is refused when it is read"
     _fill_required(values, Recipe, (), checker.refused)
     return Checked(values=values, problems=checker.problems, refused=checker.refused)
 
@@ -76,8 +75,8 @@ class _Checker:
         if placed.value is None:  # a section whose keys are all commented out
             placed = Placed(value={}, where=placed.where)
         if not isinstance(placed.value, dict):
-            name = "a recipe" if not path else "a section"
-            return self._refuse(path, placed, f"{name}, a mapping with the keys {', '.join(fields_of(section))}")
+            short = "a dotted path, or " if isinstance(path[-1], int) else ""
+            return self._refuse(path, placed, f"{short}a mapping with the keys {', '.join(fields_of(section))}")
         fields, kinds = fields_of(section), types_of(section)
         values: dict[str, Any] = {}
         for key, child in placed.value.items():

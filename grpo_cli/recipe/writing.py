@@ -48,7 +48,9 @@ def _as_number(value: Any) -> str | None:
 
 
 def _as_string(value: Any) -> str | None:
-    return f'write "{_bare(value)}"' if isinstance(value, bool | int | float) else None
+    if isinstance(value, bool):  # it may have been written as yes, no, on or off
+        return "put it in quotes"
+    return f'write "{show(value)}"' if isinstance(value, int | float) else None
 
 
 def _as_list(value: Any) -> str | None:

@@ -34,6 +34,14 @@ def test_code_that_swallows_the_exception_is_stopped_all_the_same() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_code_that_wraps_the_exception_is_stopped_all_the_same() -> None:
+    with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible():  # noqa: PT012
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise ValueError("a reward function raised") from error
+
+
 def test_a_second_signal_acts_as_usual() -> None:
     with StopSignals():
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,60 @@
+"""`grpo train`: run a recipe."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    *,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue a run: alone, from the newest complete checkpoint in train.output_dir (from the beginning if there is "
+            "none); or from the checkpoint or run directory PATH.",
+            metavar="[PATH]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train a model as a recipe says. The recipe is checked completely before anything is loaded.
+
+    Ctrl-C and SIGTERM save a checkpoint and exit with 130 and 143; --resume continues from there, with the same result as if
+    the run had never stopped.
+
+    \b
+    Examples:
+      grpo train recipes/quickstart.yaml
+      grpo train recipes/tldr.yaml train.learning_rate=2e-6 train.output_dir=runs/tldr-2e-6
+      grpo train recipes/tldr.yaml --resume
+      grpo train recipes/tldr.yaml --resume runs/tldr/checkpoints/step-000100
+    """  # noqa: D301  \b keeps the lines apart
+    from grpo_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+
+    from grpo_cli.engine.run import run
+
+    run(loaded, resume=resume)
+
+
+def with_resume_value(arguments: Sequence[str]) -> list[str]:
+    """Spell a `--resume` without a path as `--resume=newest`; Typer's options cannot leave their value out.
+
+    What follows is its path unless it is another option, an override (`key=value` that is no existing path), or nothing.
+    """
+    spelled = list(arguments)
+    for position, argument in enumerate(spelled):
+        if argument != "--resume":
+            continue
+        following = spelled[position + 1] if position + 1 < len(spelled) else "-"
+        is_override = "=" in following and not Path(following).exists()
+        if following.startswith("-") or is_override:
+            spelled[position] = "--resume=newest"
+    return spelled

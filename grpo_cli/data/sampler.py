@@ -1,0 +1,149 @@
+"""Prompts in an order that is a function of the seed and the epoch alone, so that a run can be resumed anywhere.
+
+Epochs follow each other without a gap: the rows left at the end of one go before the first of the next, and every row is drawn
+once in each. Where a run ends is not decided here.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from datasets import Dataset
+
+from grpo_cli.data.fingerprint import check_same_dataset, digest
+from grpo_cli.data.preflight import Preflight
+from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
+from grpo_cli.errors import DataError
+from grpo_cli.types import Prompt
+
+_FINGERPRINT_ROWS = 8
+
+
+class PromptSource(Protocol):
+    """Gives prompts without end; see `PromptSampler` and `StreamingPromptSampler`."""
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """Prompts of one epoch; None for a stream."""
+        ...
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset so far, as a fraction; for a stream, passes that were completed."""
+        ...
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Rows that gave no prompt, by reason."""
+        ...
+
+    def take(self, count: int) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the place in the dataset, as JSON data."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place described by `state_dict`.
+
+        Raises:
+            DataError: If the dataset is another one.
+        """
+        ...
+
+
+class PromptSampler:
+    """Draws the usable rows of a map-style dataset.
+
+    Args:
+        rows: The dataset.
+        builder: Makes prompts of them.
+        found: The preflight of these rows with this builder.
+        seed: The run's.
+        shuffle: A random order in each epoch, or the dataset's own.
+    """
+
+    def __init__(self, rows: Dataset, builder: PromptBuilder, found: Preflight, *, seed: int, shuffle: bool) -> None:
+        self._rows = rows
+        self._builder = builder
+        self._kept = torch.tensor(found.kept, dtype=torch.int64)
+        self._rejected = {reason: one.count for reason, one in found.rejected.items()}
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drawn = 0
+        self._order_of: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Usable rows."""
+        return len(self._kept)
+
+    @property
+    def epoch(self) -> float:
+        """Prompts drawn over usable rows."""
+        return self._drawn / len(self._kept)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Rows of the dataset that give no prompt, by reason."""
+        return self._rejected
+
+    def take(self, count: int) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be."""
+        prompts = [self._build(*divmod(place, len(self._kept))) for place in range(self._drawn, self._drawn + count)]
+        self._drawn += count
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the place in the dataset, as JSON data."""
+        return {"drawn": self._drawn, "fingerprint": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place described by `state_dict`.
+
+        Raises:
+            DataError: If the dataset is another one.
+        """
+        check_same_dataset(state["fingerprint"], self._fingerprint())
+        self._drawn = state["drawn"]
+
+    def _build(self, epoch: int, place: int) -> Prompt:
+        row = self._order(epoch)[place]
+        outcome = self._builder.build(self._rows[row], prompt_id(epoch, row))
+        if isinstance(outcome, Rejected):
+            raise DataError(
+                f"dataset: row {row} gave a prompt when all rows were read, and now {outcome.reason}",
+                hint="a transform set on the dataset must give the same row every time",
+            )
+        return outcome
+
+    def _order(self, epoch: int) -> list[int]:
+        """Order the usable rows for an epoch; the latest order is kept."""
+        if self._order_of[0] != epoch:
+            order = self._kept
+            if self._shuffle:
+                generator = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
+                order = order[torch.randperm(len(order), generator=generator)]
+            self._order_of = (epoch, order.tolist())
+        return self._order_of[1]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        total = len(self._rows)
+        spread = sorted({index * (total - 1) // (_FINGERPRINT_ROWS - 1) for index in range(_FINGERPRINT_ROWS)})
+        return {
+            "rows": total,
+            "usable rows": len(self._kept),
+            "columns": list(self._rows.column_names),
+            "content": digest([self._rows[index] for index in spread]),
+            "prompt settings": self._builder.fingerprint(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Derive the seed of an epoch's order; the same on every machine and in every version."""
+    return int.from_bytes(hashlib.sha256(f"order of seed {seed}, epoch {epoch}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,70 @@
+"""What a run is about to do, in numbers, for the console."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_cli.engine.build import Inputs
+from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine.stages import Stages
+from grpo_cli.telemetry.plan import RunPlan
+
+
+def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
+    """Compute the plan of a run from what was built."""
+    recipe = inputs.recipe
+    model: Any = stages.processes.unwrap(stages.policy).model
+    longest = inputs.prompts.longest
+    memory = estimate_memory(
+        model,
+        train=recipe.train,
+        generation=recipe.generation,
+        longest_prompt=longest or 0,
+        with_reference=stages.reference is not None,
+    )
+    parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__}
+    dtype = str(model.dtype).removeprefix("torch.")
+    rows = stages.prompts.rows_per_epoch
+    prompts = inputs.length.total_steps * recipe.train.prompts_per_step // recipe.grpo.num_iterations
+    return RunPlan(
+        run_name=recipe.run_name,
+        model=recipe.model.name_or_path,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,
+        device=str(stages.processes.device),
+        dataset=recipe.dataset.name,
+        rows=rows,
+        rewards=dict(zip(stages.scorer.names, stages.advantage_settings.weights, strict=True)),
+        loss_type=recipe.grpo.loss_type,
+        prompts_per_step=recipe.train.prompts_per_step,
+        num_generations=recipe.grpo.num_generations,
+        steps_per_generation=recipe.grpo.steps_per_generation,
+        num_iterations=recipe.grpo.num_iterations,
+        total_steps=inputs.length.total_steps,
+        epochs=None if rows is None else (inputs.length.total_prompts or prompts) / rows,
+        done_steps=done_steps,
+        longest_prompt=longest,
+        max_completion_length=recipe.generation.max_completion_length,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        memory=parts,
+        memory_peak=memory.total,
+        memory_available=_available_memory(stages.processes.device),
+        output_dir=_short(inputs.output_dir),
+    )
+
+
+def _available_memory(device: torch.device) -> int | None:
+    """Ask the device how many bytes it has; for a CPU, the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _short(path: Path) -> Path:
+    """Show a path from the working folder if it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,80 @@
+"""The prompts of a run: rows loaded, looked at, and put in order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from grpo_cli.data.preflight import preflight, preflight_stream
+from grpo_cli.data.prompts import PromptBuilder
+from grpo_cli.data.sampler import PromptSampler, PromptSource
+from grpo_cli.data.sources import load_rows
+from grpo_cli.data.streaming import StreamingPromptSampler
+from grpo_cli.errors import DataError
+from grpo_cli.recipe.schema import Recipe
+from grpo_cli.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedPrompts:
+    """Where prompts come from, and what is known about them.
+
+    Attributes:
+        source: Gives them, in order.
+        first: One of them.
+        longest: Tokens of the longest one; None for a stream, where it is not known.
+        lines: What to tell a person about the dataset.
+    """
+
+    source: PromptSource
+    first: Prompt
+    longest: int | None
+    lines: Sequence[str]
+
+
+def load_prompts(recipe: Recipe, tokenizer: Any, *, folder: Path) -> LoadedPrompts:
+    """Load the training prompts.
+
+    Raises:
+        DataError: If the dataset cannot be read or gives no prompts.
+    """
+    section, seed = recipe.dataset, recipe.train.seed
+    rows = load_rows(section, folder=folder)
+    builder = PromptBuilder(tokenizer, section)
+    source: PromptSource
+    if isinstance(rows, Dataset):
+        found = preflight(rows, builder)
+        source = PromptSampler(rows, builder, found, seed=seed, shuffle=section.shuffle)
+    else:
+        found = preflight_stream(rows, builder)
+        source = StreamingPromptSampler(
+            rows, builder, seed=seed, shuffle=section.shuffle, buffer_size=section.shuffle_buffer_size
+        )
+    return LoadedPrompts(
+        source=source,
+        first=found.first,
+        longest=found.lengths.maximum if found.complete else section.max_prompt_length,
+        lines=found.lines(),
+    )
+
+
+def load_evaluation_prompts(recipe: Recipe, tokenizer: Any, *, folder: Path) -> list[Prompt]:
+    """Load all held-out prompts; none if the recipe has no `eval.dataset`.
+
+    Raises:
+        DataError: If the dataset cannot be read, gives no prompts, or is a stream without an end.
+    """
+    section = recipe.eval.dataset
+    if section is None:
+        return []
+    rows = load_rows(section, folder=folder)
+    if not isinstance(rows, Dataset):
+        raise DataError(
+            "eval.dataset: a streaming dataset has no end to evaluate", hint="turn eval.dataset.streaming off"
+        )
+    builder = PromptBuilder(tokenizer, section)
+    found = preflight(rows, builder)
+    sampler = PromptSampler(rows, builder, found, seed=recipe.train.seed, shuffle=False)
+    return sampler.take(sampler.rows_per_epoch)
