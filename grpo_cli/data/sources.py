@@ -176,7 +176,7 @@ def _unreadable(section: DatasetSection, error: Exception) -> DataError:
         hint = "the name is no local file and no importable function; the hub cannot be reached: check the network"
     elif type(error).__name__ in {"DatasetNotFoundError", "RepositoryNotFoundError"}:
         hint = "check the spelling; a private or gated dataset needs `hf auth login`"
-    elif "split" in str(error):
+    elif "Unknown split" in str(error) or "Bad split" in str(error):
         hint = "choose one of these in dataset.split"
     elif "BuilderConfig" in str(error) or "Config name is missing" in str(error):
         hint = "choose one of these in dataset.config"

@@ -127,7 +127,7 @@ class StreamingPromptSampler:
 
     def _begin_next_epoch(self) -> None:
         if self._usable == 0:
-            reasons = ", ".join(f"{count} rows: {reason}" for reason, count in self._rejected.items())
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self._rejected.most_common())
             raise DataError(
                 f"dataset: no row of a whole epoch gives a prompt: {reasons or 'there are no rows'}",
                 hint="is `prompt` mapped to the right column in dataset.columns?",

@@ -217,7 +217,9 @@ def _refuse_other_module(dotted: str, spec: ModuleSpec) -> None:
     """Do not take a name from a module that merely is called the same and was imported before."""
     loaded = sys.modules.get(spec.name)
     origin = getattr(loaded, "__file__", None)
-    if loaded is not None and spec.has_location and origin != spec.origin:
+    if loaded is None or spec.origin is None or not spec.has_location:
+        return
+    if origin is None or Path(origin).resolve() != Path(spec.origin).resolve():
         raise _cannot_import(dotted, f"{spec.origin} has the name of another module, {origin or 'built in'}: rename it")
 
 
