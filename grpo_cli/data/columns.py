@@ -7,21 +7,10 @@ from datasets import Dataset, IterableDataset
 
 from grpo_cli.errors import DataError
 from grpo_cli.recipe.suggest import nearest
+from grpo_cli.types import REWARD_ARGUMENTS
 
 PROMPT = "prompt"
 """The column that prompts are read from."""
-
-RESERVED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "completions_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "completion",
-)
-"""Names of arguments that reward functions get from the run; a column of the same name could not reach them."""
 
 _RowsT = TypeVar("_RowsT", Dataset, IterableDataset)
 
@@ -81,11 +70,11 @@ def check_columns(names: Iterable[str]) -> None:
     there = list(names)
     if PROMPT not in there:
         raise missing_prompt(there)
-    taken = [name for name in there if name in RESERVED]
+    taken = [name for name in there if name in REWARD_ARGUMENTS]
     if taken:
         raise DataError(
             f"dataset: column `{taken[0]}` has the name of an argument that reward functions get; "
-            f"reserved: {', '.join(RESERVED)}",
+            f"reserved: {', '.join(REWARD_ARGUMENTS)}",
             hint=f"rename it in dataset.columns, such as `{{dataset_{taken[0]}: {taken[0]}}}`",
         )
 

@@ -28,7 +28,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: Any, *, train: TrainSection, generation: GenerationSection, longest_prompt: int, with_reference: bool
+    model: Any,
+    *,
+    train: TrainSection,
+    generation: GenerationSection,
+    sequences: int,
+    longest_prompt: int,
+    with_reference: bool,
 ) -> MemoryEstimate:
     """Estimate from a model's shapes and the recipe.
 
@@ -36,6 +42,7 @@ def estimate_memory(
         model: A transformers model.
         train: Micro-batch budget, precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
+        sequences: Completions of one optimizer step.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
     """
@@ -46,7 +53,7 @@ def estimate_memory(
     layers, hidden = config.num_hidden_layers, config.hidden_size
     value_bytes = 2 if train.bf16 else parameters[0].element_size()
     longest = longest_prompt + generation.max_completion_length
-    per_layer = train.micro_batch_tokens * hidden * value_bytes
+    per_layer = min(train.micro_batch_tokens, sequences * longest) * hidden * value_bytes
     if train.gradient_checkpointing:
         activations = per_layer * (layers + ACTIVATION_FACTOR)
     else:
@@ -54,7 +61,7 @@ def estimate_memory(
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * generation.max_num_seqs * longest * layers * key_value_heads * head_size * value_bytes
+    cache = 2 * min(generation.max_num_seqs, sequences) * longest * layers * key_value_heads * head_size * value_bytes
     return MemoryEstimate(
         weights=weights,
         gradients=trained,

@@ -21,6 +21,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         model,
         train=recipe.train,
         generation=recipe.generation,
+        sequences=recipe.train.prompts_per_step * recipe.grpo.num_generations,
         longest_prompt=longest or 0,
         with_reference=stages.reference is not None,
     )

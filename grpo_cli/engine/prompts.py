@@ -24,7 +24,7 @@ class LoadedPrompts:
     Attributes:
         source: Gives them, in order.
         first: One of them.
-        longest: Tokens of the longest one; None for a stream, where it is not known.
+        longest: Tokens of the longest one; for a stream what `max_prompt_length` allows; None: not known.
         lines: What to tell a person about the dataset.
     """
 
@@ -69,12 +69,15 @@ def load_evaluation_prompts(recipe: Recipe, tokenizer: Any, *, folder: Path) -> 
     section = recipe.eval.dataset
     if section is None:
         return []
-    rows = load_rows(section, folder=folder)
-    if not isinstance(rows, Dataset):
-        raise DataError(
-            "eval.dataset: a streaming dataset has no end to evaluate", hint="turn eval.dataset.streaming off"
-        )
-    builder = PromptBuilder(tokenizer, section)
-    found = preflight(rows, builder)
-    sampler = PromptSampler(rows, builder, found, seed=recipe.train.seed, shuffle=False)
-    return sampler.take(sampler.rows_per_epoch)
+    try:
+        rows = load_rows(section, folder=folder)
+        if not isinstance(rows, Dataset):
+            raise DataError(
+                "dataset: a stream has no end to evaluate", hint="set dataset.max_rows and streaming: false"
+            )
+        builder = PromptBuilder(tokenizer, section)
+        sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=recipe.train.seed, shuffle=False)
+        return sampler.take(sampler.rows_per_epoch)
+    except DataError as error:  # the stage knows its section by its usual name only
+        hint = None if error.hint is None else error.hint.replace("dataset.", "eval.dataset.")
+        raise DataError(f"eval.{error.message}", hint=hint) from error

@@ -122,7 +122,7 @@ def sampling_can_be_reproduced(recipe: Recipe) -> Iterable[Finding]:
             keys=("generation.repetition_penalty",),
             message=f"found {recipe.generation.repetition_penalty:g}; allowed: 1, because the log-probabilities of training "
             "cannot reproduce a penalty that depends on all tokens before, and the ratio would be wrong",
-            hint="use the reward `rewards.repetition`; `eval.repetition_penalty` may differ from 1",
+            hint="use the reward `rewards.repetition.repetition_penalty`; `eval.repetition_penalty` may differ from 1",
         )
 
 

@@ -26,21 +26,9 @@ from torch import Tensor
 
 from grpo_cli.errors import RewardError
 from grpo_cli.scoring.journal import Journal
-from grpo_cli.types import Group
+from grpo_cli.types import REWARD_ARGUMENTS, Group
 
-RESERVED_COLUMNS = frozenset(
-    {
-        "prompt",
-        "prompts",
-        "completion",
-        "completions",
-        "completion_ids",
-        "completions_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-    }
-)
+RESERVED_COLUMNS = frozenset({"prompt", "completion", *REWARD_ARGUMENTS})
 """Dataset columns of these names do not reach reward functions."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

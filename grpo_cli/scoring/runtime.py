@@ -14,10 +14,7 @@ from grpo_cli.scoring.contract import RESERVED_COLUMNS, TrainerState
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.reward import Reward
 from grpo_cli.scoring.table import Column, lenient_column, strict_column, table_rows
-from grpo_cli.types import Group, ScoredGroup
-
-_GIVEN = RESERVED_COLUMNS - {"prompt", "completion"}
-"""Arguments that every reward function can have, whatever the dataset."""
+from grpo_cli.types import REWARD_ARGUMENTS, Group, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +64,7 @@ class RewardScorer:
         Raises:
             RewardError: Naming the function, the parameter and what is available.
         """
-        available = _GIVEN | (set(columns) - RESERVED_COLUMNS)
+        available = set(REWARD_ARGUMENTS) | (set(columns) - RESERVED_COLUMNS)
         for reward in self._rewards:
             reward.check_available(available)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from datasets import Dataset
 
-from grpo_cli.data.columns import RESERVED
 from grpo_cli.data.preflight import preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.errors import DataError
+from grpo_cli.types import REWARD_ARGUMENTS
 
 Builder = Callable[..., PromptBuilder]
 
@@ -61,7 +61,7 @@ def test_a_stream_is_looked_at_from_its_start(builder: Builder) -> None:
     assert preflight_stream(rows, builder(), sample=3).rows == 3
 
 
-@pytest.mark.parametrize("name", RESERVED)
+@pytest.mark.parametrize("name", REWARD_ARGUMENTS)
 def test_a_column_with_a_reserved_name_is_refused(builder: Builder, name: str) -> None:
     rows = Dataset.from_dict({"prompt": ["a"], name: ["b"]})
     for look in (lambda: preflight(rows, builder()), lambda: preflight_stream(rows.to_iterable_dataset(), builder())):

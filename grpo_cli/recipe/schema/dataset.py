@@ -18,13 +18,16 @@ class DatasetSection:
     config: str | None = option(None, help="Configuration name of a hub dataset.")
     split: str = option("train", non_empty=True, help="Split to use; slices such as `train[:1000]` work.")
     revision: str | None = option(None, help="Branch, tag or commit of a hub dataset.")
-    arguments: dict[str, Any] = option(factory=dict, help="Keyword arguments for the function, if `name` is a dotted path.")
+    arguments: dict[str, Any] = option(
+        factory=dict, help="Keyword arguments for the function, if `name` is a dotted path."
+    )
     streaming: bool = option(False, help="Read rows as they come instead of downloading all. Needs `train.max_steps`.")
     shuffle: bool = option(True, help="Draw rows in a random order that depends only on `train.seed` and the epoch.")
     shuffle_buffer_size: int = option(10_000, minimum=1, help="Rows that a streaming dataset shuffles among.")
     max_rows: int | None = option(None, minimum=1, help="Use only the first rows.")
     columns: dict[str, str] = option(
-        factory=dict, help="Rename columns: name that prompts and rewards use to name in the dataset, such as `{prompt: question}`."
+        factory=dict,
+        help="Rename columns: name that prompts and rewards use to name in the dataset, such as `{prompt: question}`.",
     )
     conversational: bool = option(
         False, help="Turn a string prompt into a user message, so that the chat template applies."

@@ -11,7 +11,11 @@ class LoggingSection:
     """Console, completion files and trackers. `metrics.jsonl` is always written, one object per step."""
 
     log_completions: bool = option(True, help="Write every sampled completion with its rewards to parquet.")
-    print_completions_steps: int = option(10, minimum=0, help="Steps between sample completions on the console; 0 shows none.")
+    print_completions_steps: int = option(
+        10, minimum=0, help="Steps between sample completions on the console; 0 shows none."
+    )
     num_completions_to_print: int = option(3, minimum=1, help="Completions shown each time.")
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = option(factory=list, help="Trackers to report to, besides the files.")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = option(
+        factory=list, help="Trackers to report to, besides the files."
+    )
     project: str | None = option(None, help="Project name for W&B and Trackio.")

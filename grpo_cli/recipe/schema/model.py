@@ -24,5 +24,7 @@ class ModelSection:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa", help="Attention kernel, as transformers names it."
     )
-    trust_remote_code: bool = option(False, help="Run Python code that comes with a hub model. Off unless you read that code.")
+    trust_remote_code: bool = option(
+        False, help="Run Python code that comes with a hub model. Off unless you read that code."
+    )
     chat_template_path: str | None = option(None, help="Jinja file that replaces the tokenizer's chat template.")

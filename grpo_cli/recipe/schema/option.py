@@ -54,7 +54,11 @@ def option(
         below: The value must be smaller.
         non_empty: A list or string must have at least one element.
     """
-    limits = Range(minimum=1, length=True) if non_empty else Range(minimum=minimum, maximum=maximum, above=above, below=below)
+    limits = (
+        Range(minimum=1, length=True)
+        if non_empty
+        else Range(minimum=minimum, maximum=maximum, above=above, below=below)
+    )
     metadata = {"help": help, "range": limits}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

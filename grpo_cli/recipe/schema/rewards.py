@@ -10,7 +10,10 @@ from grpo_cli.recipe.schema.option import option
 class RewardFunction:
     """One reward: a function by dotted path, or a reward model. A plain string in the list is short for `path`."""
 
-    path: str | None = option(None, help="Dotted path of a function, a class or a callable object, such as `rewards.length.close_to`.")
+    path: str | None = option(
+        None,
+        help="Dotted path of a function, a class or a callable object, such as `rewards.length.close_to_characters`.",
+    )
     model: str | None = option(
         None, help="Hub id or folder of a sequence-classification model with one label, instead of `path`."
     )
@@ -31,5 +34,6 @@ class RewardsSection:
     )
     reward_weights: list[float] | None = option(None, help="One weight per reward function; all 1 if left out.")
     on_error: Literal["stop", "drop"] = option(
-        "stop", help="When a reward function raises or returns what it must not: stop the run, or drop the prompt from the step."
+        "stop",
+        help="When a reward function raises or returns what it must not: stop the run, or drop the prompt from the step.",
     )

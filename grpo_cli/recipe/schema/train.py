@@ -10,13 +10,18 @@ from grpo_cli.recipe.schema.option import option
 class TrainSection:
     """Length of the run, optimizer, precision, checkpoints."""
 
-    output_dir: str = option("runs/${run_name}", non_empty=True, help="Where the run's files go. `${run_name}` is the recipe's file name.")
+    output_dir: str = option(
+        "runs/${run_name}", non_empty=True, help="Where the run's files go. `${run_name}` is the recipe's file name."
+    )
     overwrite_output_dir: bool = option(
-        False, help="Remove the run that `output_dir` already holds and start over. Without it such a run is only continued."
+        False,
+        help="Remove the run that `output_dir` already holds and start over. Without it such a run is only continued.",
     )
     seed: int = option(42, minimum=0, help="Seed of everything random.")
     prompts_per_step: int = option(
-        8, minimum=1, help="Prompts of one optimizer step, over all processes; each gets `grpo.num_generations` completions."
+        8,
+        minimum=1,
+        help="Prompts of one optimizer step, over all processes; each gets `grpo.num_generations` completions.",
     )
     micro_batch_tokens: int = option(
         8192, minimum=1, help="Most tokens in one forward and backward. Changes speed and memory, not the result."
@@ -24,9 +29,9 @@ class TrainSection:
     max_steps: int | None = option(None, minimum=1, help="Optimizer steps; overrides `num_train_epochs`.")
     num_train_epochs: float = option(1.0, above=0, help="Passes over the dataset.")
     learning_rate: float = option(1e-6, minimum=0, help="Peak learning rate of AdamW.")
-    lr_scheduler_type: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt"
-    ] = option("linear", help="Learning-rate schedule.")
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt"] = (
+        option("linear", help="Learning-rate schedule.")
+    )
     warmup_steps: int = option(0, minimum=0, help="Steps over which the learning rate rises from 0.")
     warmup_ratio: float = option(0.0, minimum=0, below=1, help="The same as a share of all steps.")
     weight_decay: float = option(0.0, minimum=0, help="AdamW weight decay, not on biases and norms.")
@@ -36,5 +41,7 @@ class TrainSection:
     max_grad_norm: float = option(1.0, minimum=0, help="Clip the gradient to this norm; 0 does not clip.")
     bf16: bool = option(False, help="Compute in bfloat16 (autocast). On CPUs without bf16 units this is slower.")
     gradient_checkpointing: bool = option(False, help="Recompute activations in the backward: less memory, more time.")
-    save_steps: int = option(100, minimum=0, help="Steps between checkpoints; 0 saves only at the end or when interrupted.")
+    save_steps: int = option(
+        100, minimum=0, help="Steps between checkpoints; 0 saves only at the end or when interrupted."
+    )
     keep_checkpoints: int = option(3, minimum=1, help="Checkpoints to keep; the best one is kept besides.")

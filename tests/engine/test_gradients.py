@@ -1,0 +1,129 @@
+"""The step on a real model: the gradient is that of the whole step, however it is split; the ratio is exactly 1 where it must be."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import build_tiny_model
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.step import GradientPass
+from grpo_cli.metrics import results
+from grpo_cli.objective.loss import ObjectiveSettings
+from grpo_cli.objective.ratio import RatioLevel
+from grpo_cli.objective.settings import LossType
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.load import disable_dropout
+from grpo_cli.recipe.schema.grpo import LossType as RecipeLossType
+from grpo_cli.types import PolicyLogps, Sampling, TrainingGroup
+
+SAMPLING = Sampling(stop_ids=(257,), max_tokens=8)
+
+
+@pytest.fixture
+def groups(make_group: Callable[..., TrainingGroup]) -> list[TrainingGroup]:
+    return [
+        make_group(3, 5, 1, 7, uid="0:0"),
+        make_group(2, 2, 6, 4, uid="0:1", prompt_length=9, in_loss=(True, False, True, True)),
+        make_group(8, 1, 1, 2, uid="0:2", prompt_length=1),
+    ]
+
+
+def settings_of(loss_type: str, **changes: Any) -> ObjectiveSettings:
+    level = RatioLevel.SEQUENCE if loss_type == "luspo" else RatioLevel.TOKEN
+    ceiling = 2.0 if loss_type == "cispo" else 0.2
+    values = {"importance_sampling_level": level, "epsilon_high": ceiling, "max_completion_length": 8, **changes}
+    return ObjectiveSettings(loss_type=LossType(loss_type), **values)
+
+
+def drifted(groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
+    """Old and reference log-probabilities that differ from the policy's."""
+    return [
+        PolicyLogps(
+            old=tuple(-5.0 - values for values in group.behaviour_logps),
+            reference=tuple(-5.5 + values for values in group.behaviour_logps),
+        )
+        for group in groups
+    ]
+
+
+def gradient(
+    model: Any, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps], settings: ObjectiveSettings, budget: int
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    model.zero_grad()
+    step = GradientPass(processes=Processes(bf16=False), settings=settings, micro_batch_tokens=budget)
+    metrics = results(step.accumulate(PolicyModel(model, sampling=SAMPLING), groups, logps))
+    named = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return named, metrics
+
+
+@pytest.mark.parametrize("loss_type", get_args(RecipeLossType))
+@pytest.mark.parametrize(
+    "changes",
+    [{"beta": 0.1}, {"entropy_coef": 0.05, "top_entropy_quantile": 0.4}, {"off_policy_mask_threshold": 0.05}],
+    ids=["kl", "entropy", "off-policy"],
+)
+def test_gradient_and_metrics_do_not_depend_on_the_token_budget(
+    loss_type: str, changes: dict[str, float], groups: list[TrainingGroup], tiny_model_folder: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float64)
+    settings = settings_of(loss_type, **changes)
+    logps = drifted(groups)
+    whole, whole_metrics = gradient(model, groups, logps, settings, budget=10_000)
+    assert max(value.abs().max() for value in whole.values()) > 0
+    for budget in (1, 20, 45):
+        split, split_metrics = gradient(model, groups, logps, settings, budget)
+        for name, expected in whole.items():
+            torch.testing.assert_close(split[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+        for name in whole_metrics:
+            if name != "tokens/computed":
+                assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss_type", get_args(RecipeLossType))
+def test_the_ratio_is_exactly_one_on_the_first_pass_dropout_and_adapters_included(
+    loss_type: str, groups: list[TrainingGroup], tmp_path: Path
+) -> None:
+    """Without old log-probabilities nothing is clipped, and what a second forward gives is the same to the last bit."""
+    base = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, attention_dropout=0.3))
+    model = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.3, init_lora_weights=False))
+    disable_dropout(model)
+    model.train()
+    settings = settings_of(loss_type)
+    step = GradientPass(processes=Processes(bf16=False), settings=settings, micro_batch_tokens=10_000)
+    policy = PolicyModel(model, sampling=SAMPLING)
+    recomputed = [PolicyLogps(old=old) for old in step.logps(policy, groups)]
+    absent = [PolicyLogps() for _ in groups]
+    implicit, metrics = gradient(model, groups, absent, settings, budget=10_000)
+    explicit, again = gradient(model, groups, recomputed, settings, budget=10_000)
+    assert all(torch.equal(value, explicit[name]) for name, value in implicit.items())
+    assert metrics["loss"] == again["loss"]
+    assert all(value == 0 for name, value in metrics.items() if name.startswith("clip_ratio/"))
+    if loss_type == "vespo":
+        assert metrics["vespo/phi_seq_mean"] == pytest.approx(1.0)
+
+
+def test_log_probabilities_come_back_in_the_order_of_the_groups(
+    groups: list[TrainingGroup], tiny_model_folder: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    step = GradientPass(processes=Processes(bf16=False), settings=settings_of("dapo"), micro_batch_tokens=25)
+    for group, logps in zip(groups, step.logps(PolicyModel(model, sampling=SAMPLING), groups), strict=True):
+        for ids, values in zip(group.completion_ids, logps, strict=True):
+            logits = model(torch.tensor([group.prompt_ids + ids])).logits[0, len(group.prompt_ids) - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+            torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_masked_completions_only_has_a_gradient_of_zero(
+    make_group: Callable[..., TrainingGroup], tiny_model_folder: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    masked = [make_group(3, 4, in_loss=(False, False))]
+    named, metrics = gradient(model, masked, [PolicyLogps()], settings_of("dapo"), budget=100)
+    assert all(bool((value == 0).all()) for value in named.values())
+    assert metrics["loss"] == 0

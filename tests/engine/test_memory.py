@@ -1,0 +1,60 @@
+"""The memory estimate against what tensors really take."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine.optimizer import build_optimizer
+from grpo_cli.recipe.schema import GenerationSection, TrainSection
+
+
+def test_weights_gradients_and_optimizer_are_counted_to_the_byte(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    train = TrainSection()
+    optimizer = build_optimizer(model, train, device=torch.device("cpu"))
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    estimate = estimate_memory(
+        model, train=train, generation=GenerationSection(), sequences=8, longest_prompt=10, with_reference=True
+    )
+
+    def size(tensors: list[torch.Tensor]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    assert estimate.weights == estimate.reference == size(list(model.parameters()))
+    assert estimate.gradients == size([parameter.grad for parameter in model.parameters()])
+    assert estimate.optimizer == size(moments)
+
+
+def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    generation = GenerationSection(max_completion_length=6, max_num_seqs=4)
+    estimate = estimate_memory(
+        model, train=TrainSection(), generation=generation, sequences=8, longest_prompt=10, with_reference=False
+    )
+    cache = model(torch.ones(4, 16, dtype=torch.long), use_cache=True).past_key_values
+    real = sum(
+        tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
+    )
+    assert estimate.cache == real
+
+
+def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+
+    def activations(**changes: object) -> int:
+        return estimate_memory(
+            model,
+            train=TrainSection(**changes),  # type: ignore[arg-type]
+            generation=GenerationSection(),
+            sequences=64,
+            longest_prompt=10,
+            with_reference=False,
+        ).activations
+
+    assert activations(micro_batch_tokens=512) * 2 == activations(micro_batch_tokens=1024)
+    assert activations(gradient_checkpointing=True) < activations()
+    assert activations(bf16=True) * 2 == activations()
