@@ -12,6 +12,7 @@
 Everything else that is raised is a mistake of ours and shows its traceback.
 """
 
+import signal
 from dataclasses import dataclass
 
 
@@ -114,5 +115,5 @@ class Interrupted(GrpoError):  # noqa: N818  it is a request, not a fault
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.exit_code = 128 + signal_number

@@ -16,3 +16,8 @@ from tiny_models import build_tiny_model
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with its tokenizer, as a plain model folder. Read only."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, so that what they find shows early."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

@@ -11,7 +11,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.check import check
 from grpo_cli.cli.recipes import recipes
 from grpo_cli.cli.train import train, with_resume_value
-from grpo_cli.errors import GrpoError, RecipeError
+from grpo_cli.errors import GrpoError, Interrupted, RecipeError
 
 app = typer.Typer(
     name="grpo",
@@ -71,6 +71,8 @@ def main() -> None:
 
 
 def _message(error: GrpoError) -> str:
+    if isinstance(error, Interrupted):
+        return str(error)
     if not isinstance(error, RecipeError):
         return f"error: {error}"
     count = len(error.problems)

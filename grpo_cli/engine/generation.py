@@ -9,10 +9,11 @@ from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
-from grpo_cli.errors import TrainingError
-from grpo_cli.metrics import Mean, Metrics, Sum, merge
+from grpo_cli.errors import RewardError, TrainingError
+from grpo_cli.metrics import Metrics, Sum, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.rollouts import rollout_metrics
 from grpo_cli.types import PolicyLogps, ScoredGroup, TrainingGroup
 
@@ -72,6 +73,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         )
     with clock.phase("score"):
         scores = stages.scorer.score(groups, trainer_state(state, settings, epoch=stages.prompts.epoch))
+    check_logged(scores.metrics)
     for problem in scores.problems:
         stages.recorder.warn("rewards/dropped", problem)
     if all(one.dropped for one in scores.groups):
@@ -91,7 +93,6 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
             reward_metrics(rewards, stages.scorer.names, stages.advantage_settings),
             scores.metrics,
             {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
-            {"epoch": Mean(stages.prompts.epoch, 1)},
         ]
     )
     return Generation(
@@ -105,6 +106,17 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         metrics=metrics,
         tokens=tokens,
     )
+
+
+def check_logged(metrics: Metrics) -> None:
+    """Check that reward functions logged nothing under a name that the run's own metrics have.
+
+    Raises:
+        RewardError: If one did.
+    """
+    for name in metrics:
+        if find(name) is not None:
+            raise RewardError(f"log_metric: {name!r} is a metric of the run itself", hint="log it under another name")
 
 
 def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:

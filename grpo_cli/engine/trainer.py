@@ -137,7 +137,11 @@ class Trainer:
         if generation is not None:
             metrics = merge([generation.metrics, metrics])
             rollouts = Rollouts(scored=generation.scored, advantages=generation.advantages)
-        metrics = {**metrics, "num_tokens": Sum(self.state.num_tokens)}
+        metrics = {
+            **metrics,
+            "num_tokens": Sum(self.state.num_tokens),
+            "epoch": Mean(self.stages.prompts.epoch, 1),
+        }
         report = StepReport(step=self.state.step, metrics=metrics, seconds=clock.seconds())
         self.stages.recorder.record_step(report, rollouts)
 

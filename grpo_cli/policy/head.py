@@ -91,7 +91,7 @@ def token_statistics(
 def statistics_of_logits(
     logits: Tensor, *, targets: Tensor, positions: Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies under the sampling distribution.
+    """Log-probabilities and entropies under the sampling distribution, which always keeps the target.
 
     Args:
         logits: float32 [C, V], scaled by the family's rule, before temperature.
@@ -109,7 +109,11 @@ def statistics_of_logits(
         banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         banned[list(sampling.stop_ids)] = True
         logits = logits.masked_fill((positions < sampling.min_tokens)[:, None] & banned, -torch.inf)
-    logits = filter_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+    if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p:
+        # A target that this policy would no longer keep has been sampled all the same: its log-probability must be finite.
+        own = logits.gather(1, targets[:, None])
+        kept = filter_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        logits = kept.scatter(1, targets[:, None], own)
     log_probabilities = logits.log_softmax(dim=-1)
     logps = log_probabilities.gather(1, targets[:, None])[:, 0]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):

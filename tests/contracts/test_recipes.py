@@ -1,0 +1,107 @@
+"""The recipes that come with the package: each is fine, explains itself, and brings what it names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.recipe.load import LoadedRecipe, load_recipe
+from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.runtime import RewardScorer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+PATHS = sorted(RECIPES.glob("*.yaml"))
+LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask"}
+
+each_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def header(path: Path) -> list[str]:
+    """The comment at the top, line by line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return [line.removeprefix("#").strip() for line in lines[:end]]
+
+
+def bundled_rows(loaded: LoadedRecipe) -> list[dict[str, Any]]:
+    text = (loaded.folder / loaded.recipe.dataset.name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def is_bundled(loaded: LoadedRecipe) -> bool:
+    return (loaded.folder / loaded.recipe.dataset.name).is_file()
+
+
+def test_all_recipes_are_there() -> None:
+    assert {path.stem for path in PATHS} == LINKED
+
+
+@each_recipe
+def test_a_recipe_is_fine_wherever_it_is_started_from(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(path).recipe.run_name == path.stem
+
+
+@each_recipe
+def test_a_header_says_what_it_needs_how_to_run_it_and_what_to_expect(path: Path) -> None:
+    lines = header(path)
+    assert lines[0].endswith(".")
+    labels = [line.partition(":")[0] for line in lines]
+    assert "Hardware" in labels
+    assert {"Result", "Expect"} & set(labels)
+    assert any(line.startswith("Command:") and f"grpo train recipes/{path.name}" in line for line in lines)
+
+
+@each_recipe
+def test_rewards_take_the_parameters_and_columns_that_the_recipe_gives_them(path: Path) -> None:
+    loaded = load_recipe(path)
+    scorer = RewardScorer(load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu"))
+    columns = bundled_rows(loaded)[0] if is_bundled(loaded) else loaded.recipe.dataset.columns
+    scorer.check_columns(columns)
+    scorer.close()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "multitask"])
+def test_bundled_rows_are_different_prompts_of_one_shape(name: str) -> None:
+    rows = bundled_rows(load_recipe(RECIPES / f"{name}.yaml"))
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) >= 24
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+    assert {(len(row["prompt"]), row["prompt"][0]["role"]) for row in rows} == {(1, "user")}
+
+
+def test_every_bundled_file_belongs_to_a_recipe() -> None:
+    loaded = [load_recipe(path) for path in PATHS]
+    named = {(one.folder / one.recipe.dataset.name).resolve() for one in loaded if is_bundled(one)}
+    assert named == {path.resolve() for path in (RECIPES / "data").iterdir()}
+
+
+def test_each_task_of_multitask_has_exactly_one_reward_that_applies() -> None:
+    loaded = load_recipe(RECIPES / "multitask.yaml")
+    rows = bundled_rows(loaded)
+    right = [row["ground_truth"] if row["task"] == "arithmetic" else "word " * int(row["ground_truth"]) for row in rows]
+    arguments = {
+        "completions": [[{"role": "assistant", "content": text}] for text in right],
+        "task": [row["task"] for row in rows],
+        "ground_truth": [row["ground_truth"] for row in rows],
+    }
+    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu")
+    returned = {reward.name: reward.function(**arguments) for reward in rewards}
+    for task, values in returned.items():
+        assert values == [1.0 if row["task"] == task else None for row in rows]
+
+
+def test_wrong_answers_of_multitask_earn_less() -> None:
+    loaded = load_recipe(RECIPES / "multitask.yaml")
+    arithmetic, word_count = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu")
+    texts = ["3 + 4 is 8", "no number", "7, not 8", "3 + 4 = 7"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert arithmetic.function(
+        completions=completions, task=["arithmetic"] * 4, ground_truth=["7"] * 4, prompts=[]
+    ) == [0.0, 0.0, 0.0, 1.0]
+    assert word_count.function(
+        completions=completions, task=["word_count"] * 4, ground_truth=["3"] * 4
+    ) == pytest.approx([0.8, 0.9, 1.0, 0.8])
