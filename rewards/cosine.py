@@ -53,18 +53,9 @@ def cosine_scaled(
     """
     if max_completion_length < 1:
         raise ValueError(f"max_completion_length is {max_completion_length}; allowed is at least 1")
-    if correctness == "math":
-        correct = maths(completions, ground_truth, solution)
-    elif correctness == "boxed":
-        if ground_truth is None:
-            raise ValueError("correctness: boxed needs a dataset column `ground_truth`")
-        correct = boxed(completions, ground_truth)
-    else:
-        raise ValueError(f"correctness is {correctness!r}; allowed is 'math' or 'boxed'")
-
     bounds = {True: (max_value_correct, min_value_correct), False: (min_value_wrong, max_value_wrong)}
     rewards: list[float | None] = []
-    for verdict, ids in zip(correct, completion_ids, strict=True):
+    for verdict, ids in zip(_verdicts(correctness, completions, ground_truth, solution), completion_ids, strict=True):
         if verdict is None:
             rewards.append(None)
         elif exceed_value is not None and len(ids) >= max_completion_length:
@@ -74,3 +65,19 @@ def cosine_scaled(
             progress = min(len(ids) / max_completion_length, 1.0)
             rewards.append(long + (short - long) / 2 * (1 + math.cos(math.pi * progress)))
     return rewards
+
+
+def _verdicts(
+    correctness: str,
+    completions: Sequence[Completion],
+    ground_truth: Sequence[Any] | None,
+    solution: Sequence[Any] | None,
+) -> list[float | None]:
+    """Judge the completions: 1, 0, or None where there is nothing to judge by."""
+    if correctness == "math":
+        return maths(completions, ground_truth, solution)
+    if correctness != "boxed":
+        raise ValueError(f"correctness is {correctness!r}; allowed is 'math' or 'boxed'")
+    if ground_truth is None:
+        raise ValueError("correctness: boxed needs a dataset column `ground_truth`")
+    return boxed(completions, ground_truth)

@@ -59,9 +59,10 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
             location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     if section.chat_template_path is not None:
-        path = folder / section.chat_template_path
-        if not path.is_file():
-            raise ModelError(f"model.chat_template_path: {path} does not exist")
+        places = [base / Path(section.chat_template_path).expanduser() for base in (folder, Path.cwd())]
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            raise ModelError(f"model.chat_template_path: {places[0]} does not exist")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     return tokenizer
 
