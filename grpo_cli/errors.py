@@ -6,10 +6,11 @@
     ├── DataError               the dataset cannot be read or does not fit               exit 2
     ├── RewardError             a reward function broke its contract                     exit 3
     ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
-    ├── CheckpointError         a checkpoint cannot be written or read                   exit 5
-    └── Interrupted             SIGINT or SIGTERM; the state is saved                    exit 130 / 143
+    └── CheckpointError         a checkpoint cannot be written or read                   exit 5
+    Interrupted                 SIGINT or SIGTERM; the state is saved                    exit 130 / 143
 
-Everything else that is raised is a mistake of ours and shows its traceback.
+`Interrupted` is no `Exception`, as KeyboardInterrupt is none: a library or a reward function that survives every error of its own
+must not survive a request to stop. Everything else that is raised is a mistake of ours and shows its traceback.
 """
 
 import signal
@@ -107,7 +108,7 @@ class CheckpointError(GrpoError):
     exit_code = 5
 
 
-class Interrupted(GrpoError):  # noqa: N818  it is a request, not a fault
+class Interrupted(BaseException):
     """A signal asked the run to stop.
 
     Args:
@@ -115,5 +116,9 @@ class Interrupted(GrpoError):  # noqa: N818  it is a request, not a fault
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        super().__init__(signal_number)
+        self.signal_number = signal_number
         self.exit_code = 128 + signal_number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signal_number).name}"

@@ -61,7 +61,7 @@ def main() -> None:
     options = _Options()
     try:
         app(with_resume_value(sys.argv[1:]), obj=options)
-    except GrpoError as error:
+    except (GrpoError, Interrupted) as error:
         if options.debug:
             traceback.print_exc()
         sys.stderr.write(f"{_message(error)}\n")
@@ -70,7 +70,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def _message(error: GrpoError) -> str:
+def _message(error: GrpoError | Interrupted) -> str:
     if isinstance(error, Interrupted):
         return str(error)
     if not isinstance(error, RecipeError):

@@ -34,3 +34,5 @@ def check(
         typer.echo(dump_recipe(loaded.recipe), nl=False)
         return
     typer.echo(f"recipe is fine: {recipe}\n{summary(loaded.recipe)}")
+    for notice in loaded.notices:
+        typer.echo(f"notice: {notice}")

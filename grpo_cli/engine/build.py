@@ -15,15 +15,17 @@ from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
-from grpo_cli.engine.prompts import LoadedPrompts
+from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
 from grpo_cli.engine.stages import LoopSettings, Stages
+from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
 from grpo_cli.policy.agreement import check_agreement
+from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.reference import ReferenceModel
@@ -33,7 +35,7 @@ from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Recorder
-from grpo_cli.types import Prompt, Segment
+from grpo_cli.types import Prompt, Sampling, Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +47,11 @@ class Inputs:
         folder: The recipe's folder.
         output_dir: The run directory.
         checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
-        resumed: Whether `--resume` was given, with or without a checkpoint to be found.
+        state: The run state of that checkpoint.
         processes: The processes of this run.
         tokenizer: The policy's.
         prompts: The training prompts.
-        evaluation_prompts: Held-out prompts; empty if there are none.
+        held_out: Held-out prompts; empty if there are none.
         scorer: The rewards.
         length: The end of the run.
     """
@@ -58,44 +60,83 @@ class Inputs:
     folder: Path
     output_dir: Path
     checkpoint: Path | None
-    resumed: bool
+    state: RunState | None
     processes: Processes
     tokenizer: Any
     prompts: LoadedPrompts
-    evaluation_prompts: Sequence[Prompt]
+    held_out: HeldOutPrompts
     scorer: RewardScorer
     length: RunLength
 
 
-def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
-    """Load the model, and put everything together."""
-    recipe, processes = inputs.recipe, inputs.processes
-    model_section = recipe.model
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedPolicy:
+    """The model, loaded and checked.
+
+    Attributes:
+        policy: On its device.
+        reference: The reference of the KL term, if there is one.
+        sampling: How training completions are drawn.
+        notices: What to tell a person about the model.
+    """
+
+    policy: PolicyModel
+    reference: ReferenceModel | None
+    sampling: Sampling
+    notices: Sequence[str]
+
+
+def load_policy(inputs: Inputs) -> LoadedPolicy:
+    """Load the policy, from the checkpoint if there is one, and its reference.
+
+    Raises:
+        ModelError: If it does not load, does not fit the recipe's lengths or tokenizer, or is not deterministic.
+    """
+    recipe = inputs.recipe
+    section = recipe.model
     if inputs.checkpoint is not None:
-        model_section = dataclasses.replace(
-            model_section, name_or_path=str((inputs.checkpoint / MODEL_FOLDER).resolve()), revision=None
-        )
-    model = load_model(model_section, folder=inputs.folder)
+        trained = str((inputs.checkpoint / MODEL_FOLDER).resolve())
+        section = dataclasses.replace(section, name_or_path=trained, revision=None)
+    model = load_model(section, folder=inputs.folder, device=inputs.processes.device)
     if recipe.train.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
     sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
-    policy = PolicyModel(model.to(processes.device), sampling=sampling)
-    notice = check_agreement(policy, _probe(inputs.prompts.first))
-    if notice is not None:
-        recorder.say(notice)
-    reference = _build_reference(inputs, policy)
-    optimizer = build_optimizer(policy, recipe.train, device=processes.device)
-    schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
-    prepared, prepared_optimizer = processes.prepare(policy, optimizer)
-    rollouts = LocalEngine(
-        processes.unwrap(prepared).model, inputs.tokenizer, max_num_seqs=recipe.generation.max_num_seqs
+    policy = PolicyModel(model, sampling=sampling)
+    notices = [
+        check_fit(
+            model,
+            inputs.tokenizer,
+            prompt_ids=inputs.prompts.first.ids,
+            longest_prompt=inputs.prompts.longest,
+            max_completion_length=recipe.generation.max_completion_length,
+        ),
+        check_agreement(policy, _probe(inputs.prompts.first)),
+    ]
+    return LoadedPolicy(
+        policy=policy,
+        reference=_build_reference(inputs, policy),
+        sampling=sampling,
+        notices=[notice for notice in notices if notice is not None],
     )
-    weights = recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)
+
+
+def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> Stages:
+    """Put everything together."""
+    recipe, processes = inputs.recipe, inputs.processes
+    optimizer = build_optimizer(loaded.policy, recipe.train, device=processes.device)
+    schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
+    prepared, prepared_optimizer = processes.prepare(loaded.policy, optimizer)
+    rollouts = LocalEngine(
+        processes.unwrap(prepared).model,
+        inputs.tokenizer,
+        max_num_seqs=recipe.generation.max_num_seqs,
+        on_progress=recorder.progress,
+    )
     advantage_settings = AdvantageSettings(
-        weights=tuple(weights),
+        weights=tuple(recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)),
         scale_rewards=ScaleRewards(recipe.grpo.scale_rewards),
         multi_objective_aggregation=MultiObjectiveAggregation(recipe.grpo.multi_objective_aggregation),
     )
@@ -104,7 +145,7 @@ def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
         tokenizer=inputs.tokenizer,
         prompts=inputs.prompts.source,
         rollouts=rollouts,
-        sampling=sampling,
+        sampling=loaded.sampling,
         scorer=inputs.scorer,
         advantage_settings=advantage_settings,
         gradients=GradientPass(
@@ -113,13 +154,14 @@ def build_stages(inputs: Inputs, recorder: Recorder) -> Stages:
             micro_batch_tokens=recipe.train.micro_batch_tokens,
         ),
         policy=prepared,
-        reference=reference,
+        reference=loaded.reference,
         optimizer=prepared_optimizer,
         schedule=schedule,
-        evaluator=_build_evaluator(inputs, rollouts, advantage_settings, stop_ids),
+        evaluator=_build_evaluator(inputs, rollouts, advantage_settings, loaded.sampling.stop_ids),
         health=RunHealth(),
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
         recorder=recorder,
+        recipe=dataclasses.asdict(recipe),
     )
 
 
@@ -164,7 +206,7 @@ def _build_reference(inputs: Inputs, policy: PolicyModel) -> ReferenceModel | No
     if inputs.checkpoint is None:
         reference = copy.deepcopy(policy)
     else:
-        model = load_model(inputs.recipe.model, folder=inputs.folder).to(inputs.processes.device)
+        model = load_model(inputs.recipe.model, folder=inputs.folder, device=inputs.processes.device)
         reference = PolicyModel(model, sampling=policy.sampling, full_logits=policy.full_logits)
     inputs.processes.prepare_frozen(reference)
     sync_steps = grpo.ref_model_sync_steps if grpo.sync_ref_model else 0
@@ -175,11 +217,11 @@ def _build_evaluator(
     inputs: Inputs, rollouts: RolloutEngine, advantage_settings: AdvantageSettings, stop_ids: tuple[int, ...]
 ) -> Evaluator | None:
     """Make the evaluator, if the recipe has held-out prompts."""
-    if not inputs.evaluation_prompts:
+    if not inputs.held_out.prompts:
         return None
     section = inputs.recipe.eval
     return Evaluator(
-        prompts=inputs.evaluation_prompts,
+        prompts=inputs.held_out.prompts,
         processes=inputs.processes,
         rollouts=rollouts,
         scorer=inputs.scorer,

@@ -2,15 +2,22 @@
 
 import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from grpo_cli.engine.manifest import damage, flush_folder, write_manifest
 from grpo_cli.errors import CheckpointError
 
 BEST = "best.json"
+_UNFINISHED = ".writing-"
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,24 +60,25 @@ class CheckpointStore:
             if damage(target) is None:
                 return target
             shutil.rmtree(target)
-        beside = self.folder / f".writing-{target.name}"
-        try:
+        beside = self.folder / f"{_UNFINISHED}{target.name}"
+        with self._explained(target):
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
-            write(beside)
-            write_manifest(beside)
-            beside.rename(target)
+            try:
+                write(beside)
+                write_manifest(beside)
+                beside.rename(target)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
             flush_folder(self.folder)
-        except OSError as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise _save_error(error, target, newest=self.steps()) from error
-        self._prune()
+            self._prune()
         return target
 
     def steps(self) -> list[int]:
         """List the steps that have a checkpoint, complete or not, in order."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-[0-9]*"))
+        names = (_CHECKPOINT.fullmatch(path.name) for path in self.folder.glob("step-*"))
+        return sorted(int(name[1]) for name in names if name is not None)
 
     def newest_complete(self) -> Iterator[tuple[Path, str | None]]:
         """Walk from the newest checkpoint to the oldest: the path and what is wrong with it, if anything."""
@@ -91,16 +99,25 @@ class CheckpointStore:
         if best is None:
             path.unlink(missing_ok=True)
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".writing")
-        beside.write_text(json.dumps({"step": best.step, "metric": best.metric, "value": best.value}), encoding="utf-8")
-        beside.rename(path)
+        with self._explained(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            beside = self.folder / f"{_UNFINISHED}{BEST}"
+            with beside.open("w", encoding="utf-8") as file:
+                json.dump(asdict(best), file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.rename(path)
+            flush_folder(self.folder)
 
-    def remove_after(self, step: int) -> None:
-        """Remove checkpoints of later steps: a run that was resumed before them writes its own."""
-        for later in self.steps():
-            if later > step:
-                shutil.rmtree(self.path(later))
+    def start_from(self, step: int, *, best: BestCheckpoint | None) -> None:
+        """Forget what a run that begins at a step has not done: later checkpoints, a later best, unfinished writes."""
+        with self._explained(self.folder):
+            for leftover in self.folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            for later in self.steps():
+                if later > step:
+                    shutil.rmtree(self.path(later))
+        self.mark_best(best if best is not None and self.path(best.step).is_dir() else None)
 
     def _prune(self) -> None:
         """Remove all but the newest `keep` and the best."""
@@ -110,11 +127,21 @@ class CheckpointStore:
             if step not in protected:
                 shutil.rmtree(self.path(step))
 
+    @contextmanager
+    def _explained(self, target: Path) -> Iterator[None]:
+        """Say why something could not be written, and what there is."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise _save_error(error, target, newest=self.steps()) from error
 
-def _save_error(error: OSError, target: Path, *, newest: list[int]) -> CheckpointError:
-    """Say why a checkpoint could not be written, and what there is."""
+
+def _save_error(error: OSError | SafetensorError, target: Path, *, newest: list[int]) -> CheckpointError:
+    """Word the error of a failed write."""
     before = f"the newest checkpoint is that of step {newest[-1]}" if newest else "there is no checkpoint yet"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+    # safetensors has no errno, only the system's words for it.
+    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    if getattr(error, "errno", None) in full or any(f"os error {number}" in str(error) for number in full):
         free = shutil.disk_usage(target.parent).free / 2**30
         return CheckpointError(
             f"no space left for {target} ({free:.1f} GiB free); {before}",

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grpo_cli.metrics import Metrics
+from grpo_cli.errors import TrainingError
 
 
 class Processes:
@@ -17,21 +17,24 @@ class Processes:
 
     Args:
         bf16: Compute in bfloat16 under autocast.
+
+    Raises:
+        TrainingError: If there is more than one.
     """
 
     def __init__(self, *, bf16: bool) -> None:
         self._accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
+        if self._accelerator.num_processes > 1:
+            raise TrainingError(
+                f"{self._accelerator.num_processes} processes were launched, but training runs on one process so far",
+                hint="start `grpo train` itself, without accelerate launch, torchrun or srun -n",
+            )
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
         device: torch.device = self._accelerator.device
         return device
-
-    @property
-    def count(self) -> int:
-        """Number of processes."""
-        return int(self._accelerator.num_processes)
 
     def prepare(self, policy: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Move the policy to its device and wrap both for this run's precision and parallelism."""
@@ -61,11 +64,6 @@ class Processes:
         """Clip the gradient and give its norm from before; with `max_norm` 0 only measure it."""
         norm = self._accelerator.clip_grad_norm_(policy.parameters(), max_norm or float("inf"))
         return float(norm)
-
-    def reduce(self, metrics: Metrics) -> Metrics:
-        """Merge metrics over the processes."""
-        assert self.count == 1, "training on several processes is not supported"
-        return metrics
 
     def named_weights(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights of the unwrapped model, as a rollout engine names them."""

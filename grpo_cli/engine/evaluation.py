@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.randomness import own_randomness
-from grpo_cli.metrics import merge, results
+from grpo_cli.metrics import Sum, merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.scoring.contract import TrainerState
@@ -39,26 +39,37 @@ class Evaluator:
     advantage_settings: AdvantageSettings
     seed: int
 
-    def run(self, trainer_state: TrainerState) -> Evaluation:
-        """Evaluate the engine's present weights; training's generators are left as they were."""
-        with own_randomness(self.seed), self.processes.autocast():
-            groups = self.rollouts.generate(
-                self.prompts,
-                self.sampling,
-                num_generations=self.num_generations,
-                seed_key=(self.seed, "eval"),
-            )
-            scores = self.scorer.score(groups, trainer_state)
+    def run(self, trainer_state: TrainerState) -> tuple[Evaluation, Sequence[str]]:
+        """Evaluate the engine's present weights; training's generators and the rewards' state are left as they were.
+
+        Returns:
+            The evaluation, and one line per problem with a reward function that `rewards.on_error: drop` survived.
+        """
+        kept = self.scorer.state_dict()
+        with own_randomness(self.seed):
+            with self.processes.autocast():
+                groups = self.rollouts.generate(
+                    self.prompts,
+                    self.sampling,
+                    num_generations=self.num_generations,
+                    seed_key=(self.seed, "eval"),
+                )
+            try:
+                scores = self.scorer.score(groups, trainer_state)
+            finally:
+                self.scorer.load_state_dict(kept)
         rewards = [one.rewards for one in scores.groups]
         metrics = merge(
             [
                 rollout_metrics(scores.groups),
                 reward_metrics(rewards, self.scorer.names, self.advantage_settings),
                 scores.metrics,
+                {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
             ]
         )
-        return Evaluation(
+        evaluation = Evaluation(
             step=trainer_state.global_step,
             metrics={f"eval/{name}": value for name, value in results(metrics).items()},
             scored=scores.groups,
         )
+        return evaluation, scores.problems

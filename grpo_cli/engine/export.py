@@ -1,14 +1,17 @@
 """Write the run to disk: checkpoints and the final model, both with a plain Hugging Face folder in them."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
 from grpo_cli.engine.manifest import flush_folder
+from grpo_cli.engine.optimizer import continue_schedule
 from grpo_cli.engine.stages import Stages
-from grpo_cli.engine.state import RunState, read_optimizer, write_optimizer, write_state
+from grpo_cli.engine.state import RECIPE_FILE, RunState, read_optimizer, write_optimizer, write_state
 from grpo_cli.errors import CheckpointError
 
 MODEL_FOLDER = "model"
@@ -22,6 +25,7 @@ def save_checkpoint(stages: Stages, state: RunState) -> Path:
         save_model_folder(stages, folder / MODEL_FOLDER)
         write_optimizer(stages.optimizer, folder)
         write_state(state, folder)
+        (folder / RECIPE_FILE).write_text(json.dumps(stages.recipe), encoding="utf-8")
         if stages.reference is not None and stages.reference.moves:
             save_model(stages.reference.policy.model, str(folder / REFERENCE_FILE))
 
@@ -39,10 +43,11 @@ def restore(stages: Stages, state: RunState, folder: Path) -> None:
             )
         load_model(stages.reference.policy.model, folder / REFERENCE_FILE)
     stages.prompts.load_state_dict(state.stages["prompts"])
-    stages.schedule.load_state_dict(state.stages["schedule"])
+    continue_schedule(stages.schedule, stages.optimizer, steps=state.step)
     stages.scorer.load_state_dict(state.stages["scorer"])
     stages.health.load_state_dict(state.stages["health"])
-    stages.recorder.load_state_dict(state.stages["recorder"])
+    own = folder.parent.resolve() == stages.checkpoints.folder.resolve()
+    stages.recorder.load_state_dict(state.stages["recorder"], new_run=not own)
     state.random.restore()
 
 
@@ -62,7 +67,7 @@ def save_final_model(stages: Stages, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
         flush_folder(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         newest = stages.checkpoints.path(stages.checkpoints.steps()[-1])
         raise CheckpointError(
             f"cannot write the final model to {folder}: {error}", hint=f"it is also in {newest / MODEL_FOLDER}"

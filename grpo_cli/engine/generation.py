@@ -15,7 +15,7 @@ from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import PolicyLogps, ScoredGroup, TrainingGroup
+from grpo_cli.types import PolicyLogps, Prompt, ScoredGroup, TrainingGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     Raises:
         TrainingError: If every prompt was dropped.
     """
-    prompts = stages.prompts.take(prompts_to_draw(state, settings))
+    prompts = _draw(stages, prompts_to_draw(state, settings))
     with clock.phase("generate"), stages.processes.autocast():
         groups = stages.rollouts.generate(
             prompts,
@@ -77,7 +77,9 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     for problem in scores.problems:
         stages.recorder.warn("rewards/dropped", problem)
     if all(one.dropped for one in scores.groups):
-        raise TrainingError(f"step {state.step + 1}: a reward function failed on every prompt", hint=scores.problems[0])
+        raise TrainingError(
+            f"step {state.step + 1}: a reward function failed on every prompt", hint="; ".join(scores.problems[:1])
+        )
     for warning in stages.health.observe(scores.groups):
         stages.recorder.warn(warning.key, warning.message)
 
@@ -86,7 +88,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     trained = training_groups(scores.groups, values, mask_truncated=settings.mask_truncated_completions)
     with clock.phase("forward_backward"):
         logps = _window_logps(stages, settings, trained)
-    tokens = sum(len(group.prompt_ids) + len(ids) for group in trained for ids in group.completion_ids)
+    tokens = sum(len(group.prompt.ids) + len(one.ids) for group in groups for one in group.completions)
     metrics = merge(
         [
             rollout_metrics(scores.groups),
@@ -106,6 +108,16 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         metrics=metrics,
         tokens=tokens,
     )
+
+
+def _draw(stages: Stages, count: int) -> list[Prompt]:
+    """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now."""
+    before = dict(stages.prompts.rejected)
+    prompts = stages.prompts.take(count)
+    for reason, rows in stages.prompts.rejected.items():
+        for _ in range(rows - before.get(reason, 0)):
+            stages.recorder.warn(f"data/{reason}", f"dataset: a row was left out: {reason}")
+    return prompts
 
 
 def check_logged(metrics: Metrics) -> None:

@@ -11,20 +11,20 @@ ACTIVATION_FACTOR = 37
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes by part."""
+    """Bytes by part; None: not known for this architecture."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    activations: int
-    cache: int
+    activations: int | None
+    cache: int | None
 
     @property
     def total(self) -> int:
-        """The sum; cache and activations are not needed at the same time, so the larger one counts."""
+        """The sum of what is known; cache and activations are not needed at the same time, so the larger one counts."""
         kept = self.weights + self.gradients + self.optimizer + self.reference
-        return kept + max(self.activations, self.cache)
+        return kept + max(self.activations or 0, self.cache or 0)
 
 
 def estimate_memory(
@@ -49,24 +49,45 @@ def estimate_memory(
     parameters = list(model.parameters())
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     trained = sum(parameter.numel() * parameter.element_size() for parameter in parameters if parameter.requires_grad)
-    config = model.config.get_text_config()
-    layers, hidden = config.num_hidden_layers, config.hidden_size
     value_bytes = 2 if train.bf16 else parameters[0].element_size()
     longest = longest_prompt + generation.max_completion_length
-    per_layer = min(train.micro_batch_tokens, sequences * longest) * hidden * value_bytes
-    if train.gradient_checkpointing:
-        activations = per_layer * (layers + ACTIVATION_FACTOR)
-    else:
-        activations = per_layer * layers * ACTIVATION_FACTOR
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or hidden // heads
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * min(generation.max_num_seqs, sequences) * longest * layers * key_value_heads * head_size * value_bytes
+    tokens = min(train.micro_batch_tokens, sequences * longest)
+    cached_tokens = min(generation.max_num_seqs, sequences) * longest
+    config = model.config.get_text_config()
+    activations = _values_per_token(config, checkpointing=train.gradient_checkpointing)
+    cache = _cached_values_per_token(config)
     return MemoryEstimate(
         weights=weights,
         gradients=trained,
         optimizer=2 * trained,
         reference=weights if with_reference else 0,
-        activations=activations,
-        cache=cache,
+        activations=None if activations is None else tokens * activations * value_bytes,
+        cache=None if cache is None else cached_tokens * cache * value_bytes,
     )
+
+
+def _values_per_token(config: Any, *, checkpointing: bool) -> int | None:
+    """Values that the backward of a transformer keeps per token."""
+    layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
+    if layers is None or hidden is None:
+        return None
+    return hidden * (layers + ACTIVATION_FACTOR if checkpointing else layers * ACTIVATION_FACTOR)
+
+
+def _cached_values_per_token(config: Any) -> int | None:
+    """Keys and values per token; None for a model without attention heads, which keeps a state of its own kind."""
+    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
+    hidden, head_size = _number(config, "hidden_size"), _number(config, "head_dim")
+    if layers is None or heads is None:
+        return None
+    if head_size is None:
+        if hidden is None:
+            return None
+        head_size = hidden // heads
+    return 2 * layers * (_number(config, "num_key_value_heads") or heads) * head_size
+
+
+def _number(config: Any, name: str) -> int | None:
+    """Read a positive integer of a configuration; some families give a list, one number a layer."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None

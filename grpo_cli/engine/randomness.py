@@ -40,15 +40,16 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Set the generators."""
+        """Set the generators; those of devices that this machine does not have are left out."""
         version, internal, gauss = self.python
         random.setstate((version, tuple(internal), gauss))
         name, keys, *rest = self.numpy
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002  the global one is meant
         torch.set_rng_state(self.torch["cpu"])
-        for device, state in self.torch.items():
-            if device != "cpu" and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state, device)
+        for index in range(torch.cuda.device_count()):
+            state = self.torch.get(f"cuda:{index}")
+            if state is not None:
+                torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager

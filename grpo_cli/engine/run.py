@@ -3,28 +3,31 @@
 import dataclasses
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from datasets import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.engine.build import Inputs, build_stages, loop_settings
-from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.build import Inputs, LoadedPolicy, build_stages, load_policy, loop_settings
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.plan import run_plan
-from grpo_cli.engine.prompts import load_evaluation_prompts, load_prompts
+from grpo_cli.engine.prompts import load_held_out_prompts, load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
-from grpo_cli.engine.run_directory import checkpoint_to_resume, start_fresh
+from grpo_cli.engine.resume import Resumed, find_resumed
+from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
-from grpo_cli.engine.state import RunState, read_state
+from grpo_cli.engine.signals import StopSignals
+from grpo_cli.engine.state import RunState
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.console import open_console, open_view
+from grpo_cli.telemetry.files import disk_errors
 from grpo_cli.telemetry.plan import print_plan
 from grpo_cli.telemetry.recorder import Recorder, RunSummary
 from grpo_cli.telemetry.trackers import require_trackers
@@ -33,6 +36,8 @@ from grpo_cli.types import PolicyVersion
 
 def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     """Train as a recipe says.
+
+    Nothing of an older run is touched before everything of this one is loaded.
 
     Args:
         loaded: The recipe.
@@ -48,93 +53,102 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     began = time.monotonic()
     console = open_console()
     _quiet_libraries()
-    require_trackers(loaded.recipe.logging.report_to)
-    inputs = _load_inputs(loaded, resume, console)
-    recorder = _open_recorder(inputs, console)
-    try:
-        trainer = _build_trainer(inputs, recorder, console)
+    recipe = loaded.recipe
+    require_trackers(recipe.logging.report_to)
+    output_dir = Path(recipe.train.output_dir).expanduser().resolve()
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        with signals.interruptible():
+            if output_dir.is_dir():
+                stack.enter_context(locked(output_dir))
+            resumed = find_resumed(recipe, output_dir, resume, lambda line: console.print(line, markup=False))
+            if not resumed.continues and not recipe.train.overwrite_output_dir:
+                refuse_to_overwrite(output_dir)
+            inputs = _load_inputs(loaded, output_dir, resumed, console)
+            stack.callback(inputs.scorer.close)
+            policy = load_policy(inputs)
+        if not output_dir.is_dir():
+            stack.enter_context(locked(output_dir))
+        recorder = _prepare_directory(inputs, resumed, console)
+        stack.callback(recorder.close)
+        trainer = _build_trainer(inputs, policy, recorder, console, signals)
+        stack.callback(trainer.stages.rollouts.close)
         final: Path | None = None
         try:
             final = trainer.run()
             return final
         finally:
             recorder.finish(_summary(trainer, final, seconds=time.monotonic() - began))
-    finally:
-        inputs.scorer.close()
-        recorder.close()
 
 
-def _load_inputs(loaded: LoadedRecipe, resume: str | None, console: Console) -> Inputs:
-    """Load everything but the model, and decide where to begin."""
-    recipe = loaded.recipe
-    output_dir = Path(recipe.train.output_dir).expanduser().absolute()
-    checkpoint = None
-    if resume is not None:
-        store = CheckpointStore(output_dir / "checkpoints", keep=recipe.train.keep_checkpoints)
-        checkpoint = checkpoint_to_resume(resume, store, lambda line: console.print(line, markup=False))
-        if checkpoint is None:
-            console.print(f"no complete checkpoint in {store.folder}: starting from the beginning", markup=False)
-    seed_everything(recipe.train.seed)
+def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, console: Console) -> Inputs:
+    """Load everything but the model."""
+    recipe, folder, seed = loaded.recipe, loaded.folder, loaded.recipe.train.seed
+    seed_everything(seed)
     processes = Processes(bf16=recipe.train.bf16)
     rewards = load_rewards(
-        recipe.rewards, folder=loaded.folder, device=processes.device, trust_remote_code=recipe.model.trust_remote_code
+        recipe.rewards, folder=folder, device=processes.device, trust_remote_code=recipe.model.trust_remote_code
     )
     scorer = RewardScorer(rewards, on_error=recipe.rewards.on_error)
-    tokenizer = load_tokenizer(recipe.model, folder=loaded.folder)
-    prompts = load_prompts(recipe, tokenizer, folder=loaded.folder)
+    tokenizer = load_tokenizer(recipe.model, folder=folder)
+    prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
     scorer.check_columns(prompts.first.row)
-    evaluation_prompts = load_evaluation_prompts(recipe, tokenizer, folder=loaded.folder)
-    for line in prompts.lines:
+    held_out = load_held_out_prompts(recipe.eval.dataset, tokenizer, folder=folder, seed=seed)
+    for line in (*loaded.notices, *prompts.lines, *held_out.lines):
         console.print(line, markup=False, highlight=False)
-    length = run_length(recipe.train, recipe.grpo, rows=prompts.source.rows_per_epoch)
-    continues = resume is not None and (checkpoint is None or checkpoint.is_relative_to(output_dir))
-    if continues:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    else:  # only now that the recipe is known to work may an older run be removed
-        start_fresh(output_dir, overwrite=recipe.train.overwrite_output_dir)
-    (output_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     return Inputs(
         recipe=recipe,
-        folder=loaded.folder,
+        folder=folder,
         output_dir=output_dir,
-        checkpoint=checkpoint,
-        resumed=resume is not None,
+        checkpoint=resumed.checkpoint,
+        state=resumed.state,
         processes=processes,
         tokenizer=tokenizer,
         prompts=prompts,
-        evaluation_prompts=evaluation_prompts,
+        held_out=held_out,
         scorer=scorer,
-        length=length,
+        length=run_length(recipe.train, recipe.grpo, rows=prompts.source.rows_per_epoch, done=resumed.done),
     )
 
 
-def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
-    """Open what the run is told to."""
-    return Recorder(
-        output_dir=inputs.output_dir,
-        settings=inputs.recipe.logging,
+def _prepare_directory(inputs: Inputs, resumed: Resumed, console: Console) -> Recorder:
+    """Make the run directory this run's, and open what is written there."""
+    recipe, output_dir = inputs.recipe, inputs.output_dir
+    with disk_errors(output_dir):
+        if not resumed.continues:
+            remove_run(output_dir)
+        (output_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    recorder = Recorder(
+        output_dir=output_dir,
+        settings=recipe.logging,
         view=open_view(console, inputs.length.total_steps),
         reward_names=inputs.scorer.names,
-        run_name=inputs.recipe.run_name,
-        recipe=dataclasses.asdict(inputs.recipe),
+        run_name=recipe.run_name,
+        recipe=dataclasses.asdict(recipe),
     )
+    step, evaluated = (0, False) if inputs.state is None else (inputs.state.step, inputs.state.evaluated)
+    if resumed.continues or inputs.state is not None:
+        recorder.resume_at(step, evaluated=evaluated)
+    return recorder
 
 
-def _build_trainer(inputs: Inputs, recorder: Recorder, console: Console) -> Trainer:
+def _build_trainer(
+    inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, console: Console, signals: StopSignals
+) -> Trainer:
     """Build the stages, and put them where the checkpoint left them."""
-    stages = build_stages(inputs, recorder)
-    state = RunState(random=RandomState.capture())
-    if inputs.checkpoint is not None:
-        state = read_state(inputs.checkpoint)
+    stages = build_stages(inputs, policy, recorder)
+    state = inputs.state
+    if state is None or inputs.checkpoint is None:
+        state = RunState(random=RandomState.capture())
+    else:
         restore(stages, state, inputs.checkpoint)
-    if inputs.resumed:
-        recorder.resume_at(state.step, evaluated=state.evaluated)
-        stages.checkpoints.remove_after(state.step)
-        stages.checkpoints.mark_best(state.best)
+    stages.checkpoints.start_from(state.step, best=state.best)
     stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(state.step))
+    for notice in policy.notices:
+        recorder.say(notice)
     print_plan(console, run_plan(inputs, stages, done_steps=state.step))
     settings = loop_settings(inputs.recipe, output_dir=inputs.output_dir, length=inputs.length)
-    return Trainer(stages, settings, state)
+    return Trainer(stages, settings, state, signals)
 
 
 def _summary(trainer: Trainer, final: Path | None, *, seconds: float) -> RunSummary:

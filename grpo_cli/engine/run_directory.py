@@ -1,7 +1,9 @@
 """The run directory: may a run start there, and where does a resumed one begin?"""
 
+import fcntl
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
@@ -14,28 +16,51 @@ NEWEST = "newest"
 _OWNED = ("recipe.yaml", "metrics.jsonl", "completions", "eval", "checkpoints", "final", "tensorboard")
 
 
-def start_fresh(output_dir: Path, *, overwrite: bool) -> None:
-    """Make the run directory for a run from the beginning.
+def refuse_to_overwrite(output_dir: Path) -> None:
+    """Check that no run is there already.
 
     Raises:
-        CheckpointError: If a run is there already and may not be overwritten.
+        CheckpointError: If one is.
     """
     present = [name for name in _OWNED if (output_dir / name).exists()]
-    if present and not overwrite:
+    if present:
         raise CheckpointError(
             f"train.output_dir: {output_dir} already holds a run ({', '.join(present)})",
             hint="--resume continues it; train.overwrite_output_dir=true starts over; or choose another train.output_dir",
         )
-    for name in present:
+
+
+def remove_run(output_dir: Path) -> None:
+    """Remove everything that a run wrote, and nothing else."""
+    for name in _OWNED:
         path = output_dir / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Make the run directory and keep other runs out of it.
+
+    Raises:
+        CheckpointError: If it cannot be made, or another process is at work in it.
+    """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        lock = (output_dir / ".lock").open("w")
     except OSError as error:
-        raise CheckpointError(f"train.output_dir: cannot create {output_dir}: {error}") from error
+        raise CheckpointError(f"train.output_dir: cannot write to {output_dir}: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"train.output_dir: another run is at work in {output_dir}",
+                hint="wait for it, stop it, or choose another train.output_dir",
+            ) from error
+        yield
 
 
 def checkpoint_to_resume(resume: str, store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
@@ -47,19 +72,19 @@ def checkpoint_to_resume(resume: str, store: CheckpointStore, say: Callable[[str
         say: Told about checkpoints that are passed over.
 
     Returns:
-        A complete checkpoint; None if the run has none yet and begins at the beginning (so that a job which always passes
-        `--resume` can be requeued at any time).
+        A complete checkpoint; None if the run has none at all yet and begins at the beginning (so that a job which always
+        passes `--resume` can be requeued at any time).
 
     Raises:
-        CheckpointError: If a path was named and there is no complete checkpoint.
+        CheckpointError: If a path was named and there is no complete checkpoint, or all that there are are damaged.
     """
     if resume == NEWEST:
         return _newest(store, say)
-    path = Path(resume).expanduser().absolute()
+    path = Path(resume).expanduser().resolve()
     if (path / "checkpoints").is_dir():
         found = _newest(CheckpointStore(path / "checkpoints", keep=store.keep), say)
         if found is None:
-            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {path / 'checkpoints'}")
+            raise CheckpointError(f"--resume {resume}: no checkpoint in {path / 'checkpoints'}")
         return found
     if not path.is_dir():
         raise CheckpointError(f"--resume {resume}: there is no such folder", hint=_what_there_is(store))
@@ -75,6 +100,11 @@ def _newest(store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
         if problem is None:
             return path
         say(f"passing over checkpoint {path.name}: {problem}")
+    if store.steps():
+        raise CheckpointError(
+            f"--resume: every checkpoint in {store.folder} is damaged",
+            hint="restore one from a backup, or start over with train.overwrite_output_dir=true",
+        )
     return None
 
 

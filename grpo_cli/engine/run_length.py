@@ -20,7 +20,20 @@ class RunLength:
     total_prompts: int | None
 
 
-def run_length(train: TrainSection, grpo: GrpoSection, *, rows: int | None) -> RunLength:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What a resumed run has behind it.
+
+    Attributes:
+        steps: Optimizer steps, those that are left in the present rollout window counted as done.
+        prompts: Prompts drawn.
+    """
+
+    steps: int = 0
+    prompts: int = 0
+
+
+def run_length(train: TrainSection, grpo: GrpoSection, *, rows: int | None, done: Done | None = None) -> RunLength:
     """Compute the end of a run.
 
     An epoch draws every row once. The last generation takes the prompts that are left, so no row is dropped and none is drawn
@@ -30,6 +43,7 @@ def run_length(train: TrainSection, grpo: GrpoSection, *, rows: int | None) -> R
         train: `max_steps`, `num_train_epochs` and `prompts_per_step`.
         grpo: `steps_per_generation` and `num_iterations`.
         rows: Usable rows of the dataset; None: unknown, it is streamed.
+        done: What a resumed run has behind it; the rest goes by the present recipe.
 
     Raises:
         DataError: If there are fewer rows than prompts in a step, or epochs are asked of a stream.
@@ -47,7 +61,9 @@ def run_length(train: TrainSection, grpo: GrpoSection, *, rows: int | None) -> R
         raise DataError(
             "dataset.streaming: the number of rows is unknown, so epochs cannot end", hint="set train.max_steps"
         )
+    done = done or Done()
     prompts = math.ceil(rows * train.num_train_epochs)
-    generations, remainder = divmod(prompts, train.prompts_per_step * grpo.steps_per_generation)
+    left = max(0, prompts - done.prompts)
+    generations, remainder = divmod(left, train.prompts_per_step * grpo.steps_per_generation)
     steps = generations * grpo.steps_per_generation + math.ceil(remainder / train.prompts_per_step)
-    return RunLength(total_steps=steps * grpo.num_iterations, total_prompts=prompts)
+    return RunLength(total_steps=done.steps + steps * grpo.num_iterations, total_prompts=prompts)

@@ -57,7 +57,9 @@ class StopSignals:
         self._interruptible = True
         try:
             yield
-        except Exception:
+        except (Interrupted, KeyboardInterrupt):  # the signal itself, or a second one
+            raise
+        except BaseException:
             self.raise_if_received()
             raise
         finally:

@@ -1,12 +1,13 @@
 """The built stages of a run, and the numbers that its loop goes by."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_cli.data.sampler import PromptSource
 from grpo_cli.engine.checkpoint_store import CheckpointStore
@@ -84,6 +85,7 @@ class Stages:
         health: Notices runs that cannot learn.
         checkpoints: What is on disk.
         recorder: What is told.
+        recipe: The resolved recipe as plain data, to be kept in checkpoints.
     """
 
     processes: Processes
@@ -97,8 +99,9 @@ class Stages:
     policy: nn.Module
     reference: ReferenceModel | None
     optimizer: Optimizer
-    schedule: LRScheduler
+    schedule: LambdaLR
     evaluator: Evaluator | None
     health: RunHealth
     checkpoints: CheckpointStore
     recorder: Recorder
+    recipe: Mapping[str, Any]

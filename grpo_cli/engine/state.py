@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +15,8 @@ from grpo_cli.engine.checkpoint_store import BestCheckpoint
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.window import RolloutWindow, window_from_state, window_state
 from grpo_cli.errors import CheckpointError
+
+RECIPE_FILE = "recipe.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +31,7 @@ class RunState:
         num_tokens: Prompt and completion tokens generated so far.
         prompts_drawn: Prompts taken from the sampler so far.
         best: The best evaluation so far.
-        stages: JSON state of the stages that have one (sampler, scorer, recorder, schedule, warnings), by name.
+        stages: JSON state of the stages that have one (prompts, scorer, health, recorder), by name.
         random: The global generators.
     """
 
@@ -66,6 +69,19 @@ def write_state(state: RunState, folder: Path) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "state.safetensors")
 
 
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """Read the recipe that a checkpoint's run had.
+
+    Raises:
+        CheckpointError: If it is not there.
+    """
+    try:
+        recipe: dict[str, Any] = json.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no checkpoint of this version: {error}") from error
+    return recipe
+
+
 def read_state(folder: Path) -> RunState:
     """Read what `write_state` wrote.
 
@@ -95,19 +111,17 @@ def read_state(folder: Path) -> RunState:
 
 
 def write_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """Write an optimizer's state as `optimizer.json` and `optimizer.safetensors`."""
-    state = optimizer.state_dict()
+    """Write an optimizer's state as `optimizer.safetensors`; its hyperparameters are the recipe's."""
     tensors = {
         f"{index}/{name}": value.contiguous()
-        for index, values in state["state"].items()
+        for index, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    (folder / "optimizer.json").write_text(json.dumps(state["param_groups"]), encoding="utf-8")
     save_file(tensors, folder / "optimizer.safetensors")
 
 
 def read_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """Restore what `write_optimizer` wrote.
+    """Restore what `write_optimizer` wrote, under the hyperparameters that the optimizer has.
 
     Raises:
         CheckpointError: If the state does not fit the optimizer's parameters.
@@ -116,13 +130,15 @@ def read_optimizer(optimizer: Optimizer, folder: Path) -> None:
     for key, value in load_file(folder / "optimizer.safetensors").items():
         index, name = key.split("/")
         state.setdefault(int(index), {})[name] = value
-    groups = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
-    for group in groups:
-        group["betas"] = tuple(group["betas"])
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: the optimizer state does not fit this recipe: {error}") from error
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fits = all(
+        index < len(parameters) and value.shape in {torch.Size(), parameters[index].shape}
+        for index, values in state.items()
+        for value in values.values()
+    )
+    if not fits:
+        raise CheckpointError(f"{folder}: the optimizer state does not fit this recipe's model")
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

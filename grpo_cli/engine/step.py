@@ -49,7 +49,7 @@ class GradientPass:
     def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
         """Compute log-probabilities of every completion under a model: per group G tensors, float32 [L], CPU."""
         batches = self._batches(groups, [PolicyLogps()] * len(groups))
-        flat = torch.cat([policy(batch.segments).logps.float().cpu() for batch in batches])
+        flat = torch.cat([torch.empty(0), *(policy(batch.segments).logps.float().cpu() for batch in batches)])
         parts = iter(torch.split(flat, [len(ids) for group in groups for ids in group.completion_ids]))
         return [tuple(next(parts) for _ in group.completion_ids) for group in groups]
 
@@ -59,7 +59,7 @@ class GradientPass:
     def _totals(self, policy: nn.Module, groups: Sequence[TrainingGroup], batches: Sequence[MicroBatch]) -> StepTotals:
         """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
         totals = step_totals(groups)
-        if self.settings.top_entropy_quantile >= 1.0:
+        if self.settings.top_entropy_quantile >= 1.0 or not batches:
             return totals
         with torch.no_grad():
             entropies = torch.cat([policy(batch.segments).entropies for batch in batches])

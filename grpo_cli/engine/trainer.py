@@ -13,7 +13,7 @@ from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import gradient_metrics
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import CheckpointError, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_cli.telemetry.recorder import Rollouts
 from grpo_cli.types import PolicyVersion, StepReport
@@ -29,14 +29,15 @@ class Trainer:
         stages: What does the work.
         settings: How far and in which strides.
         state: Where to begin.
+        signals: Listens for requests to stop.
     """
 
-    def __init__(self, stages: Stages, settings: LoopSettings, state: RunState) -> None:
+    def __init__(self, stages: Stages, settings: LoopSettings, state: RunState, signals: StopSignals) -> None:
         self.stages = stages
         self.settings = settings
         self.state = state
         self._restart: RunState | None = state
-        self._signals = StopSignals()
+        self._signals = signals
 
     def run(self) -> Path:
         """Train to the end and give the folder of the final model.
@@ -45,17 +46,16 @@ class Trainer:
             Interrupted: After a signal; the state is saved.
             GrpoError: If the run cannot go on; the state before the failed step is saved.
         """
-        with self._signals:
-            try:
+        try:
+            self._evaluate_if_due()
+            while self.state.step < self.settings.total_steps:
+                self._train_step()
                 self._evaluate_if_due()
-                while self.state.step < self.settings.total_steps:
-                    self._train_step()
-                    self._evaluate_if_due()
-                    self._save_if_due()
-            except BaseException:
-                self._save_on_the_way_out()
-                raise
-            return save_final_model(self.stages, self.settings.output_dir / "final")
+                self._save_if_due()
+        except BaseException:
+            self._save_on_the_way_out()
+            raise
+        return save_final_model(self.stages, self.settings.output_dir / "final")
 
     def _train_step(self) -> None:
         """Do one optimizer step, tell about it, and commit it to `state`."""
@@ -93,8 +93,8 @@ class Trainer:
         )
         behind = state.step - groups[0].policy_version
         versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
-        self._record(clock, merge([gradient, step_metrics, versions]), generation)
         self._commit()
+        self._record(clock, merge([gradient, step_metrics, versions]), generation)
 
     def _apply_gradient(self) -> Metrics:
         """Clip, step, schedule, and clear the gradient.
@@ -109,7 +109,8 @@ class Trainer:
             self._restart = self.state
             raise TrainingError(
                 f"step {self.state.step + 1}: the gradient is not finite (norm {norm})",
-                hint="lower train.learning_rate or check the rewards; the weights before this step are kept",
+                hint="look at the rewards and completions of the last steps; go back to an earlier checkpoint with --resume PATH and "
+                "a lower train.learning_rate",
             )
         stages.optimizer.step()
         stages.schedule.step()
@@ -125,7 +126,6 @@ class Trainer:
         stages = self.stages
         return {
             "prompts": stages.prompts.state_dict(),
-            "schedule": stages.schedule.state_dict(),
             "scorer": stages.scorer.state_dict(),
             "health": stages.health.state_dict(),
             "recorder": stages.recorder.state_dict(),
@@ -154,18 +154,25 @@ class Trainer:
             return
         with self._signals.interruptible():
             stages.recorder.phase("evaluate")
-            evaluation = stages.evaluator.run(trainer_state(state, settings, epoch=stages.prompts.epoch))
+            evaluation, problems = stages.evaluator.run(trainer_state(state, settings, epoch=stages.prompts.epoch))
+        for problem in problems:
+            stages.recorder.warn("eval/rewards/dropped", problem)
         stages.recorder.record_evaluation(evaluation)
-        best = self._better(evaluation.metrics.get(settings.best_metric))
+        if settings.best_metric not in evaluation.metrics:
+            raise TrainingError(
+                f"eval.best_metric: there is no metric {settings.best_metric}",
+                hint=f"there are {', '.join(sorted(evaluation.metrics))}",
+            )
+        best = self._better(evaluation.metrics[settings.best_metric])
         self.state = replace(state, evaluated=True, best=best or state.best)
         self._commit()
         if best is not None and state.step > 0:
             self._save()
             stages.checkpoints.mark_best(best)
 
-    def _better(self, value: float | None) -> BestCheckpoint | None:
+    def _better(self, value: float) -> BestCheckpoint | None:
         """Give the new best, if the value is one."""
-        if value is None or math.isnan(value):
+        if math.isnan(value):
             return None
         best = self.state.best
         better = best is None or (value > best.value if self.settings.greater_is_better else value < best.value)
@@ -187,4 +194,7 @@ class Trainer:
             return
         self.state = self._restart
         self.stages.optimizer.zero_grad(set_to_none=True)
-        self._save()
+        try:
+            self._save()
+        except CheckpointError as error:  # what stopped the run is the better news
+            self.stages.recorder.say(str(error))

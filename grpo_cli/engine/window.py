@@ -40,22 +40,30 @@ class RolloutWindow:
 def training_groups(
     scored: Sequence[ScoredGroup], advantages: Sequence[Tensor], *, mask_truncated: bool
 ) -> list[TrainingGroup]:
-    """Keep of each scored group what the optimizer needs."""
+    """Keep of each scored group what the optimizer needs.
+
+    A dropped group keeps its place, so that prompts and steps stay aligned, but has no completions: it counts nowhere.
+    """
     return [
-        TrainingGroup(
-            uid=one.group.prompt.uid,
-            prompt_ids=one.group.prompt.ids,
-            completion_ids=tuple(completion.ids for completion in one.group.completions),
-            behaviour_logps=tuple(completion.logps for completion in one.group.completions),
-            advantages=values,
-            in_loss=tuple(
-                not (mask_truncated and completion.finish_reason is FinishReason.LENGTH)
-                for completion in one.group.completions
-            ),
-            policy_version=one.group.completions[0].policy_version,
-        )
+        _training_group(one, values, mask_truncated=mask_truncated)
         for one, values in zip(scored, advantages, strict=True)
     ]
+
+
+def _training_group(scored: ScoredGroup, advantages: Tensor, *, mask_truncated: bool) -> TrainingGroup:
+    """Keep of one scored group what the optimizer needs."""
+    completions = () if scored.dropped else scored.group.completions
+    return TrainingGroup(
+        uid=scored.group.prompt.uid,
+        prompt_ids=scored.group.prompt.ids,
+        completion_ids=tuple(completion.ids for completion in completions),
+        behaviour_logps=tuple(completion.logps for completion in completions),
+        advantages=advantages[: len(completions)],
+        in_loss=tuple(
+            not (mask_truncated and completion.finish_reason is FinishReason.LENGTH) for completion in completions
+        ),
+        policy_version=scored.group.completions[0].policy_version,
+    )
 
 
 def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -67,6 +75,8 @@ def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tenso
         "groups_per_step": [len(step) for step in window.groups],
         "uids": [group.uid for group in groups],
         "policy_versions": [group.policy_version for group in groups],
+        "with_old": logps[0].old is not None,
+        "with_reference": logps[0].reference is not None,
         "prompt_lengths": [len(group.prompt_ids) for group in groups],
         "completion_lengths": [[len(ids) for ids in group.completion_ids] for group in groups],
         "in_loss": [list(group.in_loss) for group in groups],
@@ -77,10 +87,10 @@ def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tenso
         "behaviour_logps": torch.cat([values for group in groups for values in group.behaviour_logps]),
         "advantages": torch.cat([group.advantages for group in groups]),
     }
-    for name in ("old", "reference"):
-        present = [values for entry in logps for values in getattr(entry, name) or ()]
-        if present:
-            tensors[name] = torch.cat(present)
+    if description["with_old"]:
+        tensors["old"] = torch.cat([values for entry in logps for values in entry.old or ()])
+    if description["with_reference"]:
+        tensors["reference"] = torch.cat([values for entry in logps for values in entry.reference or ()])
     return description, tensors
 
 
@@ -93,8 +103,10 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
     completions = _regroup(tensors["completion_ids"], flat_lengths, sizes)
     behaviour = _regroup(tensors["behaviour_logps"], flat_lengths, sizes)
     advantages = torch.split(tensors["advantages"], sizes)
-    old = _regroup(tensors["old"], flat_lengths, sizes) if "old" in tensors else [None] * len(sizes)
-    reference = _regroup(tensors["reference"], flat_lengths, sizes) if "reference" in tensors else [None] * len(sizes)
+    old = _regroup(tensors["old"], flat_lengths, sizes) if description["with_old"] else [None] * len(sizes)
+    reference = (
+        _regroup(tensors["reference"], flat_lengths, sizes) if description["with_reference"] else [None] * len(sizes)
+    )
     groups = [
         TrainingGroup(
             uid=PromptId(description["uids"][number]),

@@ -25,7 +25,8 @@ def entropy_threshold(entropies: Tensor, loss_mask: Tensor, quantile: float) -> 
     Returns:
         The threshold; +inf if no token counts.
     """
-    ordered = entropies.detach()[loss_mask].double().sort().values
+    # On the CPU, because not every accelerator has float64.
+    ordered = entropies.detach()[loss_mask].cpu().double().sort().values
     if ordered.numel() == 0:
         return math.inf
     position = (1.0 - quantile) * (ordered.numel() - 1)

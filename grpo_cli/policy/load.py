@@ -1,6 +1,7 @@
 """Load the policy and its tokenizer, and turn what may go wrong into one line."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,28 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
 
+DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
+"""Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
 
-def load_model(section: ModelSection, *, folder: Path) -> Any:
+
+def load_model(section: ModelSection, *, folder: Path, device: torch.device | str = "cpu") -> Any:
     """Load the causal language model that a recipe names.
 
-    Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs.
+    Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can
+    be saved (see `repair_generation_config`).
 
     Args:
         section: The recipe's `model:`.
         folder: The recipe's folder, which relative paths start from.
+        device: Where the model goes.
 
     Returns:
-        A transformers causal language model on the CPU, weights in `section.dtype`.
+        A transformers causal language model, weights in `section.dtype`.
 
     Raises:
-        ModelError: If it is not found, is no causal language model, or does not load.
+        ModelError: If it is not found, is no causal language model, does not load, or does not fit into the device's memory.
     """
     location = prepared_location(section.name_or_path, folder)
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
@@ -42,21 +49,26 @@ def load_model(section: ModelSection, *, folder: Path) -> Any:
             attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
         )
+        model.to(device)
     disable_dropout(model)
+    repair_generation_config(model)
     return model.train()
 
 
 def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
     """Load the tokenizer, with the recipe's chat template if it brings one.
 
+    `model.revision` counts only for a tokenizer that comes with the model: another repository has revisions of its own.
+
     Raises:
         ModelError: If the tokenizer or the template is not found.
     """
     name = section.tokenizer_name_or_path or section.name_or_path
+    revision = section.revision if name == section.name_or_path else None
     location = prepared_location(name, folder)
     with _explained(name):
         tokenizer = AutoTokenizer.from_pretrained(
-            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+            location.name_or_path, revision=revision, trust_remote_code=section.trust_remote_code
         )
     if section.chat_template_path is not None:
         places = [base / Path(section.chat_template_path).expanduser() for base in (folder, Path.cwd())]
@@ -68,17 +80,56 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, LoRA's included.
+    """Set every dropout probability to 0, LoRA's included, and with it layer skipping and router noise.
 
     With dropout the log-probability of a token depends on which call computed it, and the importance ratio of an unchanged
-    policy would not be 1.
+    policy would not be 1. Some families keep the probability as a number on a module and call `F.dropout`, some read it from
+    their configuration in the forward; so these become 0 as well.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  the only common base of torch's dropouts
             module.p = 0.0
-        for name in ("attention_dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        _zero_dropout_numbers(module)
+        for holder in vars(module).values():
+            if isinstance(holder, PreTrainedConfig):
+                _zero_dropout_numbers(holder)
+
+
+def _zero_dropout_numbers(holder: object) -> None:
+    """Set the attributes that are probabilities of dropping to 0, each in its own type."""
+    for name, value in list(vars(holder).items()):
+        # Switches such as `use_dropout` are bools, and a bool is an int.
+        if DROPOUT_NAME.search(name) and type(value) in (int, float) and 0 < value <= 1:
+            setattr(holder, name, type(value)(0))
+
+
+def repair_generation_config(model: Any) -> None:
+    """Make the generation configuration one that can be saved.
+
+    Transformers loads some that it refuses to save, and the first to notice would be the first checkpoint. Sampling flags
+    without `do_sample` (the usual case) get it; of a configuration that is unsound in another way only the token ids stay.
+    This run samples as its recipe says, whatever stands there.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None or _can_be_saved(config):
+        return
+    if isinstance(config.pad_token_id, int) and config.pad_token_id < 0:
+        config.pad_token_id = None
+    if _can_be_saved(config):
+        return
+    config.do_sample = True
+    if not _can_be_saved(config):
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(config, name) for name in names})
+
+
+def _can_be_saved(config: GenerationConfig) -> bool:
+    """Ask the check that saving makes."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def prepared_location(name_or_path: str, folder: Path) -> ModelLocation:
@@ -106,6 +157,7 @@ def _convert_gguf(location: ModelLocation, target: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
+    repair_generation_config(model)
     tokenizer = AutoTokenizer.from_pretrained(location.name_or_path, gguf_file=location.gguf_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
@@ -128,11 +180,11 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"model.name_or_path: {name} does not fit into memory", hint="try model.dtype: bfloat16"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise ModelError(

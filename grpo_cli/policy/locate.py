@@ -23,11 +23,6 @@ class ModelLocation:
     name_or_path: str
     gguf_file: str | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Tell whether nothing needs to be downloaded."""
-        return Path(self.name_or_path).is_dir()
-
 
 def locate_model(name_or_path: str, folder: Path) -> ModelLocation:
     """Resolve a recipe's model name.

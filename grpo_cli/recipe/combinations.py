@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from grpo_cli.recipe.finding import Finding
+from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
 from grpo_cli.recipe.schema import DatasetSection, Recipe, RewardFunction
 
@@ -57,11 +58,13 @@ def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
                 keys=(f"{key}.parameters", f"{key}.model"),
                 message="a reward model takes no parameters; allowed: `parameters` beside `path`",
             )
-        elif entry.path is not None and entry.max_length is not None:
-            yield Finding(
-                keys=(f"{key}.max_length", f"{key}.path"),
-                message="a reward function is given whole completions; allowed: `max_length` beside `model`",
-            )
+        elif entry.path is not None:
+            for name, _, hint in changed(entry, ("batch_size", "max_length")):
+                yield Finding(
+                    keys=(f"{key}.{name}", f"{key}.path"),
+                    message=f"a reward function is given all completions, whole; allowed: `{name}` beside `model`",
+                    hint=hint,
+                )
 
 
 def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
@@ -85,6 +88,11 @@ def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
             keys=("generation.top_k",),
             message="found 1: all completions of a prompt would be the same; allowed: 0 (all tokens) or at least 2",
         )
+    if recipe.generation.min_p == 1:
+        yield Finding(
+            keys=("generation.min_p",),
+            message="found 1, which leaves only the likeliest token: all completions of a prompt would be the same; allowed: below 1",
+        )
     if recipe.eval.dataset is not None and recipe.eval.temperature == 0 and recipe.eval.num_generations > 1:
         yield Finding(
             keys=("eval.num_generations", "eval.temperature"),
@@ -105,7 +113,8 @@ def lengths_fit(recipe: Recipe) -> Iterable[Finding]:
             f"{generation.max_completion_length}",
         )
     elif (
-        evaluation.max_completion_length is not None
+        evaluation.dataset is not None
+        and evaluation.max_completion_length is not None
         and evaluation.max_completion_length < generation.min_completion_length
     ):
         yield Finding(
@@ -123,6 +132,17 @@ def sampling_can_be_reproduced(recipe: Recipe) -> Iterable[Finding]:
             message=f"found {recipe.generation.repetition_penalty:g}; allowed: 1, because the log-probabilities of training "
             "cannot reproduce a penalty that depends on all tokens before, and the ratio would be wrong",
             hint="use the reward `rewards.repetition.repetition_penalty`; `eval.repetition_penalty` may differ from 1",
+        )
+
+
+def gradients_can_be_represented(recipe: Recipe) -> Iterable[Finding]:
+    """The range of float16 ends where gradients begin."""
+    if recipe.model.dtype == "float16":
+        yield Finding(
+            keys=("model.dtype",),
+            message="found float16; allowed: auto, float32, bfloat16, because small gradients are 0 in float16 and the loss is not "
+            "scaled to prevent it",
+            hint="use float32 with `train.bf16: true`, or bfloat16 to save memory",
         )
 
 
@@ -194,7 +214,7 @@ def evaluation_is_possible(recipe: Recipe) -> Iterable[Finding]:
             message=f"found {recipe.eval.every} without `eval.dataset`; allowed: 0",
             hint="name the held-out rows in `eval.dataset`",
         )
-    if not recipe.eval.best_metric.startswith("eval/"):
+    if recipe.eval.dataset is not None and not recipe.eval.best_metric.startswith("eval/"):
         yield Finding(
             keys=("eval.best_metric",),
             message=f'found "{recipe.eval.best_metric}"; allowed: a metric of the evaluation, which starts with eval/',
@@ -220,9 +240,11 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     reward_entries_are_whole,
     reward_names_differ,
     *OBJECTIVE_CHECKS,
+    *IDLE_CHECKS,
     completions_can_vary,
     lengths_fit,
     sampling_can_be_reproduced,
+    gradients_can_be_represented,
     stops_are_possible,
     datasets_are_consistent,
     run_has_an_end,

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from grpo_cli.recipe.combinations import dataset_sections
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.imports import is_dotted_path, locate
+from grpo_cli.recipe.imports import find_installed, is_dotted_path, locate, package_folder
 from grpo_cli.recipe.rows import count_rows, is_local, matching_files
 from grpo_cli.recipe.schema import DatasetSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
+_PACKAGE_PREFIX = "package://"
 _HEAD_SLICE = re.compile(r"\[:(\d+)\]$")
 
 
@@ -82,17 +83,42 @@ def _rows_for_a_step(recipe: Recipe, folder: Path) -> Iterable[Finding]:
 
 def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
     model = recipe.model
-    files = {
+    models = {
         "model.name_or_path": model.name_or_path,
         "model.tokenizer_name_or_path": model.tokenizer_name_or_path,
-        **{f"rewards.reward_funcs[{i}].model": entry.model for i, entry in enumerate(recipe.rewards.reward_funcs)},
     }
-    for key, name in files.items():
-        if name and _is_path(name) and not matching_files(name, folder):
+    for key, name in models.items():
+        if name and name.startswith(_PACKAGE_PREFIX):
+            yield from _package_file(key, name)
+        elif name and _is_path(name) and not matching_files(name, folder):
+            yield _no_file((key,), name, folder)
+    for index, entry in enumerate(recipe.rewards.reward_funcs):
+        key, name = f"rewards.reward_funcs[{index}].model", entry.model
+        if name and name.startswith(_PACKAGE_PREFIX):
+            yield Finding(keys=(key,), message=f'found "{name}"; allowed: a hub id or a folder')
+        elif name and _is_path(name) and not matching_files(name, folder):
             yield _no_file((key,), name, folder)
     template = model.chat_template_path
     if template is not None and not matching_files(template, folder):
         yield _no_file(("model.chat_template_path",), template, folder)
+
+
+def _package_file(key: str, name: str) -> Iterable[Finding]:
+    """Look for `package://package/file`."""
+    package, _, file = name.removeprefix(_PACKAGE_PREFIX).partition("/")
+    top, place = package.split(".")[0], package_folder(package)
+    if place is None:
+        yield Finding(
+            keys=(key,),
+            message=f'found "{name}", but "{package}" is no installed package; allowed: package://package/file',
+            hint=f"pip install {top.replace('_', '-')}" if top and find_installed(top) is None else None,
+        )
+    elif not (place / file).exists():
+        yield Finding(
+            keys=(key,),
+            message=f'found "{name}", but the package `{package}` has no {file}; allowed: a file or folder in it',
+            hint=did_you_mean(file, [path.name for path in place.iterdir()]),
+        )
 
 
 def _is_path(name: str) -> bool:

@@ -78,6 +78,24 @@ def locate(dotted: str, folder: Path) -> str | None:
     return f"`{module}` has no `{target.names[0]}`{_guess(target.names[0], [*names, *submodules])}"
 
 
+def package_folder(name: str) -> Path | None:
+    """Find the folder of an installed package without running its code.
+
+    Args:
+        name: The package's; a package inside another is `outer.inner`.
+
+    Returns:
+        Its folder; None if there is no such package (a module of one file is none).
+    """
+    top, *inner = name.split(".")
+    spec = find_installed(top)
+    if spec is None:
+        return None
+    target = _follow(spec, inner)
+    folders = list(target.spec.submodule_search_locations or ())
+    return Path(folders[0]) if folders and not target.names else None
+
+
 def resolve(dotted: str, folder: Path) -> Any:
     """Import what a dotted path names.
 
@@ -133,11 +151,16 @@ def _find_top(name: str, folder: Path) -> ModuleSpec | None:
     own = PathFinder.find_spec(name, _own_folders(folder))
     if own is not None and own.origin is not None:
         return own
-    try:
-        installed = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        installed = None
+    installed = find_installed(name)
     return installed if installed is not None else own
+
+
+def find_installed(name: str) -> ModuleSpec | None:
+    """Find a top-level module that is installed, without importing it."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
 
 
 def _follow(spec: ModuleSpec, names: list[str]) -> _Target:

@@ -16,6 +16,7 @@ from grpo_cli.recipe.files import missing_things
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.interpolation import escape, resolve_interpolations
 from grpo_cli.recipe.layers import read_layers
+from grpo_cli.recipe.notices import notices
 from grpo_cli.recipe.override import apply_overrides
 from grpo_cli.recipe.position import COMMAND_LINE, Placed, find, place, split_key, where_of
 from grpo_cli.recipe.schema import Recipe
@@ -30,13 +31,13 @@ class LoadedRecipe:
         recipe: All values, defaults included.
         path: The file.
         folder: The file's folder, from which relative paths and dotted paths start.
-        overrides: What the command line said.
+        notices: One line each about what is allowed and probably not meant.
     """
 
     recipe: Recipe
     path: Path
     folder: Path
-    overrides: tuple[str, ...]
+    notices: tuple[str, ...]
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -67,7 +68,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     problems += [_as_problem(finding, root) for finding in findings if not _depends_on(finding, refused)]
     if problems:
         raise RecipeError(_in_order(problems))
-    return LoadedRecipe(recipe=recipe, path=path, folder=folder, overrides=tuple(overrides))
+    return LoadedRecipe(recipe=recipe, path=path, folder=folder, notices=notices(recipe))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""Rules across the keys of `grpo:`: settings that an objective refuses, and settings that would do nothing unnoticed."""
+"""Rules across the keys of `grpo:`: settings that an objective refuses, and switches without anything to act on."""
 
 from collections.abc import Callable, Iterable
 

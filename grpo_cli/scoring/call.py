@@ -67,7 +67,7 @@ class Call:
             RewardError: If it raised, or returned a container of the wrong type or length.
         """
         try:
-            returned = self._result.result()
+            returned = _waited_for(self._result)
         except Exception as error:
             raise raised(self._reward.name, error) from error
         return Outcome(rewards=checked_rewards(self._reward.name, returned, self._groups), journal=self._journal)
@@ -81,7 +81,7 @@ class Call:
         try:
             returned = self._reward.function(**arguments)
             if inspect.isawaitable(returned):  # a plain function that passes a coroutine on
-                returned = loop.submit(_awaited(returned)).result()
+                returned = _waited_for(loop.submit(_awaited(returned)))
         except Exception as error:  # noqa: BLE001  whatever a user's function raises is explained by `outcome`
             self._result.set_exception(error)
         else:
@@ -110,6 +110,14 @@ def raised(name: str, error: BaseException, where: str = "") -> RewardError:
         f"reward function {name!r} raised {detail}{where}",
         hint="--debug shows the traceback; `rewards.on_error: drop` leaves such prompts out of the step",
     )
+
+
+def _waited_for(pending: Future[Any]) -> Any:
+    """Give the result of a coroutine, which must not go on when a signal cuts the waiting short."""
+    try:
+        return pending.result()
+    finally:
+        pending.cancel()
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

@@ -7,7 +7,7 @@ A reward function is called with keyword arguments, one entry per completion in 
     completion_ids (completions_ids)    lists of token ids
     trainer_state                       where the run is, a `TrainerState`
     log_extra(column, values)           adds a column, one value per completion, to the completion files
-    log_metric(name, value)             averages a number into the metrics
+    log_metric(name, value)             averages a number into the metrics, under a name that `check_metric_names` allows
     <column>                            every other column of the dataset
 
 It declares the ones it wants, or takes `**kwargs` to get all. It returns one number per completion, or None where it does not
@@ -16,7 +16,7 @@ the arguments above: see `RESERVED_COLUMNS`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -30,6 +30,9 @@ from grpo_cli.types import REWARD_ARGUMENTS, Group
 
 RESERVED_COLUMNS = frozenset({"prompt", "completion", *REWARD_ARGUMENTS})
 """Dataset columns of these names do not reach reward functions."""
+
+_OWN_PREFIXES = ("eval/", "time/")
+"""What the names of evaluations' metrics and of wall times begin with."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ALLOWED = "allowed is a finite number, or None where it does not apply"
@@ -107,6 +110,25 @@ def checked_rewards(name: str, returned: Any, groups: Sequence[Group]) -> list[T
         outcome.append(_group_rewards(name, values[start:end], group))
         start = end
     return outcome
+
+
+def check_metric_names(name: str, logged: Iterable[Any]) -> None:
+    """Check that a reward function logged no metric under a name by which records of the run are told apart.
+
+    Args:
+        name: The reward function's.
+        logged: The names given to `log_metric`.
+
+    Raises:
+        RewardError: Naming the function and the first such name.
+    """
+    for metric in logged:
+        if not isinstance(metric, str) or metric == "step" or metric.startswith(_OWN_PREFIXES):
+            raise RewardError(
+                f"reward function {name!r} logged a metric named {metric!r}; allowed is any text but 'step' and what begins "
+                f"with {' or '.join(map(repr, _OWN_PREFIXES))}",
+                hint="give `log_metric` another name",
+            )
 
 
 def _values(name: str, returned: Any, groups: Sequence[Group]) -> Sequence[Any]:

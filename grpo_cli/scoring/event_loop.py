@@ -20,9 +20,10 @@ class EventLoop:
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Start a coroutine."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="async-rewards", daemon=True)
-            self._thread.start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True)
+            thread.start()
+            self._loop, self._thread = loop, thread  # only now: a signal may come at any line
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:

@@ -89,10 +89,10 @@ class RewardScorer:
         Raises:
             RewardError: If a state is not JSON.
         """
-        state = {name: source.state_dict() for name, source in self._stateful().items()}
-        for name, value in state.items():
+        state: dict[str, Any] = {}
+        for name, source in self._stateful().items():
             try:
-                json.dumps(value)
+                state[name] = _json_copy(source.state_dict())
             except (TypeError, ValueError) as error:
                 raise RewardError(f"reward {name!r}: state_dict() must return JSON: {error}") from error
         return state
@@ -111,7 +111,7 @@ class RewardScorer:
                 hint="resume with the rewards that the run started with",
             )
         for name, source in stateful.items():
-            source.load_state_dict(state[name])
+            source.load_state_dict(_json_copy(state[name]))
 
     def close(self) -> None:
         """End the event loop; the next async reward starts a new one."""
@@ -139,3 +139,8 @@ class RewardScorer:
             and hasattr(reward.source, "state_dict")
             and hasattr(reward.source, "load_state_dict")
         }
+
+
+def _json_copy(state: Any) -> Any:
+    """Copy a state as a checkpoint would: a reward that changes its own objects later changes no state that was taken."""
+    return json.loads(json.dumps(state))

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Metrics, Sum, merge
 from grpo_cli.scoring.call import Call, Outcome, raised
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.contract import TrainerState, check_metric_names
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.reward import Reward
 from grpo_cli.types import Group, ScoredGroup
@@ -61,11 +61,17 @@ def strict_column(
 def lenient_column(
     reward: Reward, call: Call, groups: Sequence[Group], trainer_state: TrainerState, loop: EventLoop
 ) -> Column:
-    """Collect a call of all groups; if it failed as a whole, call the function again group by group."""
+    """Collect a call of all groups; if it failed as a whole, call the function again group by group.
+
+    Raises:
+        RewardError: If the function logged a metric under a name that is not allowed: no prompt is to blame for that.
+    """
     try:
-        return _column(reward.name, [call.outcome()], [groups], call.seconds)
+        outcome = call.outcome()
     except RewardError as error:
         failure = error.message
+    else:
+        return _column(reward.name, [outcome], [groups], call.seconds)
     outcomes, parts, errors = [], [], {}
     seconds = call.seconds
     for index, group in enumerate(groups):
@@ -143,6 +149,7 @@ def _column(name: str, outcomes: Sequence[Outcome], parts: Sequence[Sequence[Gro
             extras.append({column: values[start:end] for column, values in outcome.journal.columns.items()})
             start = end
     logged = merge(outcome.journal.metrics for outcome in outcomes)
+    check_metric_names(name, logged)
     return Column(
         name=name,
         rewards=[rewards for outcome in outcomes for rewards in outcome.rewards],

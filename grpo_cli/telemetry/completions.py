@@ -112,7 +112,10 @@ def _logged_column(values: Sequence[Any]) -> pa.Array:
     if kinds == {bool}:
         return pa.array(plain, pa.bool_())
     if kinds <= {int, float} and all(isinstance(value, float) or value in _INT64 for value in present):
-        return pa.array(plain, pa.int64() if kinds == {int} else pa.float64())
+        if kinds == {int}:
+            return pa.array(plain, pa.int64())
+        # Rounded here: Arrow refuses integers that a float does not hold exactly.
+        return pa.array([None if value is None else float(value) for value in plain], pa.float64())
     return pa.array([None if value is None else _writable(str(value)) for value in plain], pa.string())
 
 

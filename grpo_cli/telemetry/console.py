@@ -21,6 +21,10 @@ class View(Protocol):
         """Show what the run is doing now."""
         ...
 
+    def progress(self, tokens: int) -> None:
+        """Count tokens that the present phase has sampled since the last call."""
+        ...
+
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show a step that is done."""
         ...

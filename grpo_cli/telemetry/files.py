@@ -44,29 +44,43 @@ class JsonLines:
                 raise
 
     def records(self) -> list[dict[str, Any]]:
-        """Read all whole lines; a torn one is left out."""
-        if not self.path.exists():
-            return []
-        parsed = (_parse(line) for line in self.path.read_bytes().splitlines())
+        """Read all whole lines; a torn one is left out.
+
+        Raises:
+            TrainingError: If the file cannot be read.
+        """
+        parsed = (_parse(line) for line in self._lines())
         return [record for record in parsed if record is not None]
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite the file with only the objects that are wanted; torn lines go too. All or nothing.
 
         Raises:
-            TrainingError: If there is no room, or the file cannot be written.
+            TrainingError: If there is no room, or the file cannot be read or written.
         """
         self.close()
-        if self.path.exists():
-            lines = ((line, _parse(line)) for line in self.path.read_bytes().splitlines())
-            kept = [line + b"\n" for line, record in lines if record is not None and wanted(record)]
-            write_whole(self.path, b"".join(kept))
+        lines = self._lines()
+        kept = [line for line in lines if (record := _parse(line)) is not None and wanted(record)]
+        if lines:
+            write_whole(self.path, b"".join(line + b"\n" for line in kept))
 
     def close(self) -> None:
-        """Close the file; the next append opens it again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the file; the next append opens it again.
+
+        Raises:
+            TrainingError: If the system says only now that a write failed.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with disk_errors(self.path):
+                os.close(descriptor)
+
+    def _lines(self) -> list[bytes]:
+        with disk_errors(self.path, doing="read"):
+            try:
+                return self.path.read_bytes().splitlines()
+            except FileNotFoundError:
+                return []
 
     def _open(self) -> int:
         if self._descriptor is None:
@@ -94,14 +108,19 @@ def write_whole(path: Path, content: bytes) -> None:
                 os.close(descriptor)
             beside.replace(path)
         except OSError:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):  # as above
+                beside.unlink(missing_ok=True)
             raise
         _flush_folder(path.parent)
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, *, doing: str = "write") -> Iterator[None]:
     """Turn an OSError into one that says what to do.
+
+    Args:
+        path: The file.
+        doing: `write`, `read`.
 
     Raises:
         TrainingError: Instead of an OSError.
@@ -109,13 +128,14 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = error.strerror or str(error)  # a library's own OSError has nothing but its text
         if error.errno in _NO_ROOM:
             raise TrainingError(
-                f"no room to write {path}: {error.strerror}",
+                f"no room to {doing} {path}: {reason}",
                 hint="free some space and continue with --resume; the checkpoints and records written so far are whole",
             ) from error
         raise TrainingError(
-            f"cannot write {path}: {error.strerror}",
+            f"cannot {doing} {path}: {reason}",
             hint="make the folder writable, or set train.output_dir to another one",
         ) from error
 

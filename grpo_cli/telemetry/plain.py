@@ -65,6 +65,9 @@ class PlainView:
     def phase(self, name: str) -> None:
         """A log has no place for it."""
 
+    def progress(self, tokens: int) -> None:
+        """Nor for this."""
+
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write one line."""
         if "step_time" in numbers:

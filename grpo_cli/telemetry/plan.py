@@ -35,8 +35,8 @@ class RunPlan:
         longest_prompt: Tokens of the longest prompt; None: not known.
         max_completion_length: Tokens of the longest completion.
         micro_batch_tokens: Most tokens in one forward.
-        memory: Estimated bytes by part.
-        memory_peak: Estimated most bytes at one time; less than the sum of the parts if some exclude each other.
+        memory: Estimated bytes by part; None: not known.
+        memory_peak: Estimated most bytes at one time, of the known parts; less than their sum if some exclude each other.
         memory_available: Bytes that the device has; None: not known.
         output_dir: The run directory.
     """
@@ -61,7 +61,7 @@ class RunPlan:
     longest_prompt: int | None
     max_completion_length: int
     micro_batch_tokens: int
-    memory: Mapping[str, int]
+    memory: Mapping[str, int | None]
     memory_peak: int
     memory_available: int | None
     output_dir: Path
@@ -132,8 +132,10 @@ def _tokens(plan: RunPlan) -> str:
 
 
 def _memory(plan: RunPlan) -> str:
-    parts = ", ".join(f"{name} {size(count)}" for name, count in plan.memory.items() if count)
-    text = f"about {size(plan.memory_peak)} at most ({parts})"
+    known = [f"{name} {size(count)}" for name, count in plan.memory.items() if count]
+    unknown = [f"{name} unknown" for name, count in plan.memory.items() if count is None]
+    bound = f"at least {size(plan.memory_peak)}" if unknown else f"about {size(plan.memory_peak)} at most"
+    text = f"{bound} ({', '.join(known + unknown)})"
     if plan.memory_available is None:
         return text
     text += f", {plan.device} has {size(plan.memory_available)}"

@@ -55,6 +55,7 @@ class Recorder:
         self._run_name = run_name
         self._recipe = recipe
         self._run_id = uuid.uuid4().hex[:8]
+        self._new_run = False
         self._resumed_at: int | None = None
         self._sampled_at = 0
         self._metrics = JsonLines(output_dir / "metrics.jsonl")
@@ -81,6 +82,14 @@ class Recorder:
         """Show what the run is doing now."""
         self._open_trackers()
         self._view.phase(name)
+
+    def progress(self, tokens: int) -> None:
+        """Show how fast a phase samples.
+
+        Args:
+            tokens: Tokens sampled since the last call; it may be called at every decoding step.
+        """
+        self._view.progress(tokens)
 
     def record_step(self, report: StepReport, rollouts: Rollouts | None = None) -> None:
         """Record an optimizer step, and what it generated if it did.
@@ -125,18 +134,21 @@ class Recorder:
         if due is not None:
             self._view.warn(due)
 
-    @property
-    def warning_counts(self) -> Mapping[str, int]:
-        """How often each warning was given in the whole run, by key."""
-        return self._warnings.counts
-
     def state_dict(self) -> dict[str, Any]:
         """Give the state for a checkpoint, as JSON."""
         return {"run_id": self._run_id, "warnings": self._warnings.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
-        self._run_id = state["run_id"]
+    def load_state_dict(self, state: Mapping[str, Any], *, new_run: bool = False) -> None:
+        """Restore the state.
+
+        Args:
+            state: What `state_dict` gave.
+            new_run: Whether this run only starts from another one's checkpoint. To trackers it is a run of its own then, so
+                that nothing is added to the other.
+        """
+        self._new_run = new_run
+        if not new_run:
+            self._run_id = state["run_id"]
         self._warnings.load_state_dict(state["warnings"])
 
     def finish(self, summary: RunSummary) -> None:
@@ -156,10 +168,10 @@ class Recorder:
         if self._trackers is not None:
             self._trackers.close()
             self._trackers = None
-        self._metrics.close()
         self._view.close()
         for message in self._warnings.outstanding():
             self._view.warn(message)
+        self._metrics.close()
 
     def _show_samples(self, step: int, rollouts: Rollouts) -> None:
         """Show samples when a multiple of `print_completions_steps` was reached or passed since the last time."""
@@ -179,7 +191,7 @@ class Recorder:
                 name=self._run_name,
                 id=self._run_id,
                 recipe=self._recipe,
-                resumed_at=self._resumed_at,
+                resumed_at=None if self._new_run else self._resumed_at,
             )
             self._trackers = Trackers(self._settings.report_to, run, warn=self.warn)
         return self._trackers

@@ -31,11 +31,6 @@ class RepeatedWarnings:
         self._shown.update({key: self._counts[key] for key in due})
         return [_counted(self._messages[key], self._counts[key]) for key in due]
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How often each key was given, in the whole run."""
-        return dict(self._counts)
-
     def state_dict(self) -> dict[str, Any]:
         """Give the counts for a checkpoint."""
         return dict(self._counts)

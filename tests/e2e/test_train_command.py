@@ -64,7 +64,16 @@ def test_a_run_tells_its_plan_its_steps_and_where_everything_is(finished: tuple[
 def test_the_run_directory_is_complete(finished: tuple[Experiment, str]) -> None:
     experiment, _ = finished
     names = {path.name for path in experiment.output().iterdir()}
-    assert names == {"recipe.yaml", "metrics.jsonl", "completions", "eval", "checkpoints", "final", "tensorboard"}
+    assert names == {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "completions",
+        "eval",
+        "checkpoints",
+        "final",
+        "tensorboard",
+        ".lock",
+    }
     steps = [(record["step"], "eval/reward" in record) for record in records(experiment.output())]
     assert steps == [
         (0, True),

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_cli.engine.checkpoint_store import BestCheckpoint, CheckpointStore
 from grpo_cli.engine.manifest import damage
-from grpo_cli.engine.run_directory import NEWEST, checkpoint_to_resume, start_fresh
+from grpo_cli.engine.run_directory import NEWEST, checkpoint_to_resume, locked, refuse_to_overwrite, remove_run
 from grpo_cli.errors import CheckpointError
 
 
@@ -73,25 +73,42 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
             store.mark_best(BestCheckpoint(step=2, metric="eval/reward", value=1.0))
     assert store.steps() == [2, 5, 6]
     assert store.best == BestCheckpoint(step=2, metric="eval/reward", value=1.0)
-    store.remove_after(5)
-    store.mark_best(None)
+    (tmp_path / ".writing-step-000009").mkdir()
+    store.start_from(5, best=BestCheckpoint(step=4, metric="eval/reward", value=1.0))
     assert store.steps() == [2, 5]
-    assert store.best is None
+    assert store.best is None  # the checkpoint of step 4 is not there
+    assert names(tmp_path) == ["step-000002", "step-000005"]
 
 
-def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tmp_path: Path) -> None:
+def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    (tmp_path / "step-000001-backup").mkdir()
+    for step in (1, 2):
+        store.save(step, write)
+    assert store.steps() == [2]
+    assert names(tmp_path) == ["step-000001-backup", "step-000002"]
+
+
+@pytest.mark.parametrize("way", ["bytes", "tensors"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(way: str, tmp_path: Path) -> None:
     """A file-size limit of the process stands for the full disk: the write fails in the operating system."""
+    fill = {
+        "bytes": '(folder / "a").write_bytes(bytes(20_000))',
+        "tensors": 'save_file({"a": torch.zeros(20_000)}, folder / "a")',
+    }[way]
     program = textwrap.dedent(f"""
         import resource, signal
         from pathlib import Path
         from grpo_cli.engine.checkpoint_store import CheckpointStore
         from grpo_cli.errors import CheckpointError
+        import torch
+        from safetensors.torch import save_file
         store = CheckpointStore(Path({str(tmp_path)!r}), keep=2)
         store.save(1, lambda folder: (folder / "a").write_bytes(b"small"))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         try:
-            store.save(2, lambda folder: (folder / "a").write_bytes(bytes(20_000)))
+            store.save(2, lambda folder: {fill})
         except CheckpointError as error:
             print(error)
     """)
@@ -136,18 +153,39 @@ def test_resume_finds_the_newest_of_a_run_directory_or_says_what_there_is(tmp_pa
     assert caught.value.hint == f"in {tmp_path / 'checkpoints'} there are step-000004"
 
 
-def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
-    start_fresh(tmp_path / "run", overwrite=False)
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"already holds a run \(metrics.jsonl\)"):
-        start_fresh(tmp_path / "run", overwrite=False)
-    start_fresh(tmp_path / "run", overwrite=True)
-    assert names(tmp_path / "run") == ["notes.txt"]
+def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    (store.save(4, write) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        checkpoint_to_resume(NEWEST, store, print)
+    assert store.steps() == [4]
+
+
+def test_only_what_a_run_wrote_is_refused_and_removed(tmp_path: Path) -> None:
+    refuse_to_overwrite(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"already holds a run \(metrics.jsonl, checkpoints\)"):
+        refuse_to_overwrite(tmp_path)
+    remove_run(tmp_path)
+    assert names(tmp_path) == ["notes.txt"]
+
+
+def test_two_runs_cannot_work_in_one_directory(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        program = (
+            "from pathlib import Path; from grpo_cli.engine.run_directory import locked\n"
+            f"with locked(Path({str(tmp_path)!r})): pass"
+        )
+        outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert f"another run is at work in {tmp_path}" in outcome.stderr
+    with locked(tmp_path):
+        pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="cannot create"):
-        start_fresh(tmp_path / "run", overwrite=False)
+    with pytest.raises(CheckpointError, match="cannot write to"), locked(tmp_path / "run"):
+        pass

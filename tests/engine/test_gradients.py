@@ -1,6 +1,7 @@
 """The step on a real model: the gradient is that of the whole step, however it is split; the ratio is exactly 1 where it must be."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -117,6 +118,21 @@ def test_log_probabilities_come_back_in_the_order_of_the_groups(
             logits = model(torch.tensor([group.prompt_ids + ids])).logits[0, len(group.prompt_ids) - 1 : -1]
             expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
             torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dropped_group_counts_nowhere(groups: list[TrainingGroup], tiny_model_folder: Path) -> None:
+    """With a KL term and an entropy bonus, every completion that is there would have a gradient."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    settings = settings_of("grpo", beta=0.1, entropy_coef=0.1)
+    gone = replace(groups[1], completion_ids=(), behaviour_logps=(), in_loss=(), advantages=groups[1].advantages[:0])
+    empty = PolicyLogps(old=(), reference=())
+    first, _, last = drifted(groups)
+    with_it, _ = gradient(model, [groups[0], gone, groups[2]], [first, empty, last], settings, budget=10_000)
+    without, _ = gradient(model, [groups[0], groups[2]], [first, last], settings, budget=10_000)
+    assert all(torch.equal(value, without[name]) for name, value in with_it.items())
+    nothing, metrics = gradient(model, [gone], [PolicyLogps()], settings, budget=100)
+    assert nothing == {}
+    assert metrics == {}
 
 
 def test_a_step_of_masked_completions_only_has_a_gradient_of_zero(

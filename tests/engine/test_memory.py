@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig
 
 from grpo_cli.engine.memory import estimate_memory
 from grpo_cli.engine.optimizer import build_optimizer
@@ -58,3 +59,34 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
     assert activations(micro_batch_tokens=512) * 2 == activations(micro_batch_tokens=1024)
     assert activations(gradient_checkpointing=True) < activations()
     assert activations(bf16=True) * 2 == activations()
+
+
+@pytest.mark.parametrize("config", [MambaConfig, Mamba2Config], ids=["mamba", "mamba2"])
+def test_a_model_without_attention_heads_has_an_unknown_cache(config: type[PreTrainedConfig]) -> None:
+    model = AutoModelForCausalLM.from_config(config(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    estimate = estimate_memory(
+        model,
+        train=TrainSection(),
+        generation=GenerationSection(),
+        sequences=8,
+        longest_prompt=10,
+        with_reference=False,
+    )
+    assert estimate.cache is None
+    known = (estimate.weights, estimate.gradients, estimate.optimizer, estimate.activations)
+    assert estimate.total == sum(part for part in known if part is not None)
+
+
+def test_a_configuration_without_sizes_leaves_only_what_the_weights_say(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    model.config = PreTrainedConfig()
+    estimate = estimate_memory(
+        model,
+        train=TrainSection(),
+        generation=GenerationSection(),
+        sequences=8,
+        longest_prompt=10,
+        with_reference=False,
+    )
+    assert (estimate.activations, estimate.cache) == (None, None)
+    assert estimate.total == 4 * estimate.weights

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.run_length import Done, run_length
 from grpo_cli.errors import DataError
 from grpo_cli.recipe.schema import GrpoSection, TrainSection
 
@@ -34,6 +34,31 @@ def test_epochs_end_when_every_row_was_drawn(
             steps += num_iterations
     assert length.total_steps == steps
     assert rows * epochs <= length.total_prompts < rows * epochs + 1
+
+
+@given(
+    rows=st.integers(8, 60),
+    prompts_per_step=st.integers(1, 4),
+    steps_per_generation=st.integers(1, 4),
+    num_iterations=st.integers(1, 3),
+    generations=st.integers(0, 5),
+)
+def test_the_end_is_the_same_seen_from_the_middle(
+    rows: int, prompts_per_step: int, steps_per_generation: int, num_iterations: int, generations: int
+) -> None:
+    train = TrainSection(prompts_per_step=prompts_per_step)
+    grpo = GrpoSection(steps_per_generation=steps_per_generation, num_iterations=num_iterations)
+    whole = run_length(train, grpo, rows=rows)
+    full = prompts_per_step * steps_per_generation
+    generations = min(generations, rows // full)
+    done = Done(steps=generations * steps_per_generation * num_iterations, prompts=generations * full)
+    assert run_length(train, grpo, rows=rows, done=done) == whole
+
+
+def test_other_steps_after_a_resume_still_draw_every_row() -> None:
+    done = Done(steps=4, prompts=32)
+    length = run_length(TrainSection(prompts_per_step=4), GrpoSection(), rows=64, done=done)
+    assert (length.total_steps, length.total_prompts) == (4 + 8, 64)
 
 
 def test_max_steps_wins() -> None:

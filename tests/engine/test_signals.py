@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import pickle
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -28,18 +31,27 @@ def test_elsewhere_it_waits_for_the_next_interruptible_code() -> None:
     assert reached
 
 
-def test_code_that_swallows_the_exception_is_stopped_all_the_same() -> None:
+def test_code_that_survives_every_error_does_not_survive_a_signal() -> None:
     swallow = contextlib.suppress(Exception)  # as a reward function may do
+    with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible():  # noqa: PT012
+        with swallow:
+            os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it went on")
+
+
+def test_code_that_swallows_the_exception_is_stopped_all_the_same() -> None:
+    swallow = contextlib.suppress(BaseException)
     with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible(), swallow:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_code_that_wraps_the_exception_is_stopped_all_the_same() -> None:
+@pytest.mark.parametrize("wrapping", [ValueError, SystemExit])
+def test_code_that_wraps_the_exception_is_stopped_all_the_same(wrapping: type[BaseException]) -> None:
     with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible():  # noqa: PT012
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-        except Exception as error:
-            raise ValueError("a reward function raised") from error
+        except BaseException as error:
+            raise wrapping("a reward function raised") from error
 
 
 def test_a_second_signal_acts_as_usual() -> None:
@@ -54,3 +66,34 @@ def test_the_handlers_are_put_back() -> None:
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_ctrl_c_is_not_taken_for_the_first() -> None:
+    with StopSignals() as signals, pytest.raises(KeyboardInterrupt), signals.interruptible():  # noqa: PT012
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_exception_travels_between_processes() -> None:
+    stop = Interrupted(signal.SIGTERM)
+    copy = pickle.loads(pickle.dumps(stop))
+    assert (type(copy), str(copy), copy.exit_code) == (Interrupted, "stopped by SIGTERM", 143)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_line_says_what_stopped_it_and_exits_with_its_code(number: signal.Signals, exit_code: int) -> None:
+    program = f"""
+from grpo_cli.cli import app
+from grpo_cli.errors import Interrupted
+
+@app.app.command()
+def stopped() -> None:
+    raise Interrupted({number})
+
+app.main()
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program, "stopped"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (exit_code, "", f"stopped by {number.name}\n")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grpo_cli.engine.checkpoint_store import BestCheckpoint
-from grpo_cli.engine.optimizer import build_optimizer, build_schedule
+from grpo_cli.engine.optimizer import build_optimizer, build_schedule, continue_schedule
 from grpo_cli.engine.randomness import RandomState, own_randomness
 from grpo_cli.engine.state import RunState, read_optimizer, read_state, write_optimizer, write_state
 from grpo_cli.engine.window import RolloutWindow, by_step
@@ -118,11 +118,12 @@ def test_an_optimizer_restored_in_the_middle_gives_the_same_bits(tmp_path: Path)
     first, optimizer, schedule = fresh()
     train(first, optimizer, schedule, 3)
     write_optimizer(optimizer, tmp_path)
-    weights, schedule_state = first.state_dict(), schedule.state_dict()
+    weights, rate = first.state_dict(), schedule.get_last_lr()
     second, optimizer, schedule = fresh()
     second.load_state_dict(weights)
     read_optimizer(optimizer, tmp_path)
-    schedule.load_state_dict(schedule_state)
+    continue_schedule(schedule, optimizer, steps=3)
+    assert schedule.get_last_lr() == rate
     train(second, optimizer, schedule, 5)
 
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
@@ -135,8 +136,24 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     train(model, optimizer, build_schedule(optimizer, section, total_steps=2), 1)
     write_optimizer(optimizer, tmp_path)
     other = build_optimizer(nn.Linear(4, 3, bias=False), section, device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match="does not fit this recipe"):
+    with pytest.raises(CheckpointError, match="does not fit this recipe's model"):
         read_optimizer(other, tmp_path)
+
+
+def test_a_changed_learning_rate_is_the_one_that_counts_after_a_resume(tmp_path: Path) -> None:
+    before, after = TrainSection(learning_rate=0.1, weight_decay=0.1), TrainSection(learning_rate=0.01)
+    model = nn.Linear(4, 3)
+    optimizer = build_optimizer(model, before, device=torch.device("cpu"))
+    train(model, optimizer, build_schedule(optimizer, before, total_steps=10), 3)
+    write_optimizer(optimizer, tmp_path)
+    optimizer = build_optimizer(model, after, device=torch.device("cpu"))
+    schedule = build_schedule(optimizer, after, total_steps=10)
+    read_optimizer(optimizer, tmp_path)
+    continue_schedule(schedule, optimizer, steps=3)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (pytest.approx(0.007), 0.0)
+    ] * 2
+    assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
 def test_only_matrices_decay() -> None:

@@ -108,6 +108,22 @@ def test_entropy_threshold_keeps_the_token_it_falls_on_and_all_tokens_at_quantil
     assert entropy_threshold(entropies, ~everything, 0.5) == math.inf
 
 
+class WithoutFloat64(torch.Tensor):
+    """A tensor as on a device that has no float64 (MPS); on the CPU it is an ordinary one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.double:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        outcome = super().__torch_function__(func, types, args, kwargs or {})
+        return outcome.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else outcome
+
+
+def test_entropy_threshold_needs_no_float64_of_the_device() -> None:
+    entropies = torch.tensor([0.1, 0.2, 0.3]).as_subclass(WithoutFloat64)
+    assert entropy_threshold(entropies, torch.ones(3, dtype=torch.bool), 0.5) == pytest.approx(0.2)
+
+
 def test_off_policy_mask_drops_only_drifted_sequences_with_negative_advantage() -> None:
     """Mean drift is 0.3 in the first two sequences and 0.1 in the third; in the fourth one token is unknown and counts as 0."""
     two_each = sequences(0, 0, 1, 1, 2, 2, 3, 3, number=4)

@@ -10,6 +10,7 @@ from tiny_models import FAMILIES, build_tiny_model
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from grpo_cli.distribution import filter_logits
+from grpo_cli.errors import ModelError
 from grpo_cli.policy.agreement import check_agreement
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import disable_dropout
@@ -168,3 +169,29 @@ def test_a_head_that_is_not_understood_falls_back_to_full_logits_with_a_notice(t
     assert policy.full_logits
     expected, _ = one_by_one(model, PLAIN)
     torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_banned_stop_tokens_and_filters_do_not_spoil_the_comparison(tiny_model_folder: Path) -> None:
+    """The probe holds a stop token where `min_tokens` bans it: its log-probability would be -inf in both forms."""
+    sampling = Sampling(stop_ids=(257, 11), max_tokens=8, min_tokens=4, top_k=3)
+    policy = PolicyModel(load(tiny_model_folder), sampling=sampling)
+    assert check_agreement(policy, SEGMENTS) is None
+    assert not policy.full_logits
+    assert policy.sampling == sampling
+
+
+def test_a_model_that_gives_nan_is_refused(tiny_model_folder: Path) -> None:
+    model = load(tiny_model_folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[8] = torch.nan
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM gives log-probabilities that are not numbers"):
+        check_agreement(PolicyModel(model, sampling=PLAIN), SEGMENTS)
+
+
+@pytest.mark.parametrize("full_logits", [False, True])
+def test_a_model_that_is_random_in_training_mode_is_refused(full_logits: bool, tmp_path: Path) -> None:
+    model = load(build_tiny_model(tmp_path, attention_dropout=0.5)).train()
+    policy = PolicyModel(model, sampling=PLAIN, full_logits=full_logits)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM is not deterministic in training mode: .* differ by"):
+        check_agreement(policy, SEGMENTS)
+    assert check_agreement(PolicyModel(model.eval(), sampling=PLAIN, full_logits=full_logits), SEGMENTS) is None

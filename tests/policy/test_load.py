@@ -1,13 +1,17 @@
 """Loading: every kind of place that a model can come from, and what is said when it is not there."""
 
+import dataclasses
+import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, OPTConfig
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.load import load_model, load_tokenizer
@@ -87,6 +91,99 @@ def test_a_gguf_file_becomes_a_plain_model_once(tmp_path: Path, monkeypatch: pyt
     assert tokenizer.decode(tokenizer("ab").input_ids) == "ab"
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     model.save_pretrained(tmp_path / "saved")  # a model that claims to be quantized would refuse
+
+
+def test_dropout_that_a_family_keeps_as_a_number_is_switched_off(tmp_path: Path) -> None:
+    """OPT calls `F.dropout` with numbers on its layers, and skips whole layers with probability `layerdrop`."""
+    config = OPTConfig(
+        vocab_size=300,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0.5,
+        attention_dropout=0.5,
+        layerdrop=0.5,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(ModelSection(name_or_path=str(tmp_path)), folder=tmp_path)
+    assert model.training
+    ids = torch.arange(16)[None]
+    first = model(ids).logits
+    assert all(torch.equal(first, model(ids).logits) for _ in range(4))
+    assert (model.config.dropout, model.config.attention_dropout, model.config.layerdrop) == (0.0, 0.0, 0.0)
+    assert model.config.enable_bias is True  # a number between 0 and 1 only by its type
+    torch.testing.assert_close(first, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"temperature": 0.9, "top_p": 0.6},
+        {"do_sample": False, "top_k": 20},
+        {"pad_token_id": -1},
+        {"early_stopping": True, "length_penalty": 2.0},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_generation_config_that_transformers_would_not_save_is_repaired(
+    flags: dict[str, Any], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+    model = load_model(ModelSection(name_or_path=str(folder)), folder=tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert saved.eos_token_id == 257
+    if "temperature" in flags:
+        assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
+
+
+def test_a_sound_generation_config_is_left_alone(tiny_model_folder: Path, tmp_path: Path) -> None:
+    model = load_model(ModelSection(name_or_path=str(tiny_model_folder)), folder=tmp_path)
+    assert model.generation_config.to_dict() == GenerationConfig.from_pretrained(tiny_model_folder).to_dict()
+
+
+def test_truncated_weights_are_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ModelError) as caught:
+        load_model(ModelSection(name_or_path="model"), folder=tmp_path)
+    assert caught.value.message.startswith("model.name_or_path: cannot load model")
+    assert "\n" not in caught.value.message
+
+
+def test_the_model_goes_to_its_device(tiny_model_folder: Path, tmp_path: Path) -> None:
+    section = ModelSection(name_or_path=str(tiny_model_folder))
+    model = load_model(section, folder=tmp_path, device=torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_a_device_that_does_not_take_the_model_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    section = ModelSection(name_or_path=str(tiny_model_folder))
+    with pytest.raises(ModelError, match=r"model\.name_or_path: cannot load"):
+        load_model(section, folder=tmp_path, device="hpu")  # a kind of device that torch knows but is not built for
+
+
+def test_the_models_revision_is_not_asked_of_another_tokenizer(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub cache in which only the model has the branch `tuned`."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, branch in (("model", "tuned"), ("tokenizer", "main")):
+        repository, commit = tmp_path / f"models--me--{name}", "0" * 40
+        shutil.copytree(tiny_model_folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir()
+        (repository / "refs" / branch).write_text(commit)
+    section = ModelSection(name_or_path="me/model", revision="tuned", tokenizer_name_or_path="me/tokenizer")
+    assert len(load_tokenizer(section, folder=tmp_path)) == 260
+    assert len(load_tokenizer(dataclasses.replace(section, tokenizer_name_or_path=None), folder=tmp_path)) == 260
 
 
 def write_tiny_gguf(path: Path) -> np.ndarray:

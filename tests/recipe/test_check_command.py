@@ -46,7 +46,7 @@ recipe is fine: good.yaml
 """
 
 WRONG = """\
-command line: train.seed: found -1; allowed: an integer, at least 0
+command line: train.seed: found -1; allowed: an integer, at least 0 and at most 9223372036854775807
 command line: train.bf16: found "maybe"; allowed: true or false
 2 problems; nothing was started
 """
@@ -54,6 +54,14 @@ command line: train.bf16: found "maybe"; allowed: true or false
 
 def test_a_fine_recipe_is_summed_up(grpo: Command, recipe_folder: Path) -> None:
     assert grpo("check", "good.yaml") == Outcome(code=0, out=FINE, err="")
+
+
+def test_notices_follow_the_summary(grpo: Command, recipe_folder: Path) -> None:
+    outcome = grpo("check", "good.yaml", "model.dtype=bfloat16", "eval.dataset.name=prompts.jsonl")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith(FINE)
+    lines = outcome.out.removeprefix(FINE).splitlines()
+    assert [line.partition(": found ")[0] for line in lines] == ["notice: model.dtype", "notice: eval.dataset"]
 
 
 def test_problems_go_to_the_error_stream_with_their_number(grpo: Command, recipe_folder: Path) -> None:

@@ -60,7 +60,7 @@ many.yaml:20: generation.min_completion_length: found 500; allowed: at most gene
 many.yaml:23: train.max_steps: found 2.5; allowed: an integer, at least 1, or null
 many.yaml:24: train.output_dir: cannot resolve "${nowhere}": Interpolation key 'nowhere' not found (write \\${ for the \
 characters themselves)
-command line: train.seed: found "x"; allowed: an integer, at least 0"""
+command line: train.seed: found "x"; allowed: an integer, at least 0 and at most 9223372036854775807"""
 
 
 def load(text: str, *overrides: str, path: str = "recipe.yaml") -> Recipe:
@@ -267,7 +267,7 @@ class TestOverrides:
 class TestReferences:
     def test_a_reference_stands_for_the_final_value(self) -> None:
         Path("base.yaml").write_text(
-            "extends: good.yaml\neval: {num_generations: '${grpo.num_generations}', temperature: 1}\n"
+            "extends: good.yaml\neval: {dataset: {name: prompts.jsonl}, num_generations: '${grpo.num_generations}', temperature: 1}\n"
         )
         assert load("extends: base.yaml\n").eval.num_generations == 8
         assert load("extends: base.yaml\ngrpo: {num_generations: 3}\n").eval.num_generations == 3
@@ -297,7 +297,13 @@ RECIPES_THAT_ARE_FINE = [
     "grpo: {loss_type: cispo, epsilon_high: 5}\n",
     "grpo: {loss_type: luspo, importance_sampling_level: sequence, delta: 1.2}\n",
     "grpo: {beta: 0.1, sync_ref_model: true, use_bias_correction_kl: true}\n",
-    "eval: {repetition_penalty: 1.3, temperature: 0.5, num_generations: 4}\n",
+    "eval: {dataset: {name: prompts.jsonl}, repetition_penalty: 1.3, temperature: 0.5, num_generations: 4}\n",
+    "grpo: {loss_type: sapo, sapo_temperature_neg: 1.2, epsilon: 0.2, epsilon_high: null, vespo_k_pos: 2}\n",
+    "grpo: {loss_type: vespo, vespo_lambda_neg: 1, off_policy_mask_threshold: 0.1, num_iterations: 2}\n",
+    "grpo: {multi_objective_aggregation: normalize_then_sum, scale_rewards: group, ref_model_sync_steps: 512}\n",
+    "model: {name_or_path: 'package://yaml/loader.py', tokenizer_name_or_path: 'package://yaml'}\n",
+    "train: {seed: 9223372036854775807}\ngeneration: {min_p: 0.99}\n",
+    "rewards: {reward_funcs: [{model: org/judge, batch_size: 4, max_length: 8}]}\n",
     "dataset: {streaming: true}\ntrain: {max_steps: 3}\n",
 ]
 

@@ -110,6 +110,36 @@ def test_logging_example_goes_to_extras_and_metrics() -> None:
     assert scores.metrics["accuracy"] == Mean(1.5, 2)
 
 
+@pytest.mark.parametrize("name", ["step", "eval/accuracy", "time/reward/other", 3])
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_a_metric_under_a_name_of_the_run_is_an_error_that_stops_it(name: Any, on_error: Any) -> None:
+    """No prompt is to blame, so `drop` does not excuse it, and nothing is called again."""
+    calls = []
+    groups = [group(0, "p", ["a", "b"]), group(1, "q", ["c"])]
+
+    def function(completions: list[str], log_metric: Any) -> list[float]:
+        calls.append(len(completions))
+        log_metric(name, 1)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError) as caught:
+        RewardScorer([make_reward("f", function)], on_error=on_error).score(groups, STATE)
+    assert str(caught.value) == (
+        f"reward function 'f' logged a metric named {name!r}; allowed is any text but 'step' and what begins with 'eval/' "
+        "or 'time/'\n  hint: give `log_metric` another name"
+    )
+    assert calls == [3]
+
+
+def test_names_that_only_resemble_those_of_the_run_are_allowed() -> None:
+    def function(completions: list[str], log_metric: Any) -> list[float]:
+        for name in ("steps", "evaluation", "judge/step"):
+            log_metric(name, 1)
+        return [0.0] * len(completions)
+
+    assert {"steps", "evaluation", "judge/step"} < score(function, group(0, "p", ["a"])).metrics.keys()
+
+
 def test_a_function_cannot_change_what_the_next_one_sees() -> None:
     def vandal(completions: list[Any], completion_ids: list[list[int]], tag: list[str]) -> list[float]:
         completions[0][0]["content"] = "changed"

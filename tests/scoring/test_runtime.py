@@ -1,4 +1,4 @@
-"""Several rewards at once, what happens when one fails, and what a checkpoint keeps of them."""
+"""Several rewards at once, and what happens when one fails."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 from scoring_groups import STATE, group
 
-from grpo_cli.errors import CheckpointError, RewardError
+from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Sum
 from grpo_cli.scoring.reward import make_reward
 from grpo_cli.scoring.runtime import RewardScorer
@@ -345,7 +345,7 @@ def test_drop_does_not_excuse_a_parameter_that_is_never_there() -> None:
         scorer("drop", judge=function).score(GROUPS, STATE)
 
 
-# Names and state
+# Names
 
 
 def test_names_must_differ_and_exist() -> None:
@@ -353,46 +353,3 @@ def test_names_must_differ_and_exist() -> None:
         RewardScorer([make_reward("a", length), make_reward("a", length)])
     with pytest.raises(RewardError, match="there is no reward"):
         RewardScorer([])
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.calls: Any = 0
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        self.calls += 1
-        return [float(self.calls)] * len(completions)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-
-
-def test_a_stateful_reward_continues_where_it_was_saved() -> None:
-    first = scorer(length=length, counter=Counter())
-    first.score(GROUPS, STATE)
-    saved = first.state_dict()
-    assert saved == {"counter": {"calls": 1}}
-    second = scorer(length=length, counter=Counter())
-    second.load_state_dict(saved)
-    assert (
-        second.score(GROUPS, STATE).groups[0].rewards.tolist() == first.score(GROUPS, STATE).groups[0].rewards.tolist()
-    )
-
-
-def test_state_of_other_rewards_is_refused() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        scorer(length=length).load_state_dict({"counter": {}})
-    assert str(caught.value) == (
-        "the checkpoint holds the state of the rewards ['counter']; the rewards of this run that have one are []\n"
-        "  hint: resume with the rewards that the run started with"
-    )
-
-
-def test_state_that_is_not_json_is_refused() -> None:
-    counter = Counter()
-    counter.calls = {1, 2}
-    with pytest.raises(RewardError, match=r"reward 'counter': state_dict\(\) must return JSON"):
-        scorer(counter=counter).state_dict()

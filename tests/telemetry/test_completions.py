@@ -115,3 +115,9 @@ def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(t
         "completions": ["notes.txt", "train-000009.parquet", "train-000010.parquet"],
         "eval": ["000000.parquet"],
     }
+
+
+def test_integers_beyond_the_exact_ones_of_a_float_stand_beside_floats(make_scored: Maker) -> None:
+    big = 2**60 + 1
+    group = make_scored("abc", [[0.0]] * 3, extras={"value": (big, 0.5, None)})
+    assert completion_table([group], ["r"], step=1)["value"].to_pylist() == [float(big), 0.5, None]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,7 @@ NUMBERS = {
 def test_a_log_file_gets_one_plain_line_per_step(plain_console: Console, written: Callable[[], str]) -> None:
     view = open_view(plain_console, total_steps=30)
     view.phase("generate")
+    view.progress(100)
     view.step(9, NUMBERS)
     view.step(10, {"loss": 0.0, "step_time": 2.0})
     view.evaluation(10, {"eval/reward": -1.5, "eval/completions/mean_length": 20.0, "eval/reward/length/mean": -1.5})
@@ -238,3 +240,28 @@ def test_colours_forced_into_a_log_file_do_not_bring_a_live_view() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     assert console.is_interactive
     assert not isinstance(open_view(console, 3), LiveView)
+
+
+def _last_drawing(*phases: tuple[str, list[int]]) -> str:
+    """Go through phases with their sampled tokens on a live view; give what stays on the screen."""
+    file = io.StringIO()
+    view = LiveView(Console(file=file, force_terminal=True, width=110), 3)
+    for name, progress in phases:
+        view.phase(name)
+        for tokens in progress:
+            time.sleep(0.05)
+            view.progress(tokens)
+    file.truncate(0)
+    view.close()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+def test_the_live_view_shows_how_fast_a_phase_samples() -> None:
+    found = re.search(r"^2,000 tokens, ([\d,]+) tokens/s *$", _last_drawing(("generate", [1500, 500])), re.MULTILINE)
+    assert found
+    assert 2000 / 10 < int(found[1].replace(",", "")) <= 2000 / 0.1
+
+
+def test_the_count_of_sampled_tokens_begins_anew_with_each_phase() -> None:
+    assert "tokens" not in _last_drawing(("generate", [1500]), ("score", []))
+    assert "\n7 tokens, " in _last_drawing(("generate", [1500]), ("evaluate", [3, 4]))

@@ -1,15 +1,17 @@
 """metrics.jsonl and whole-file writes: torn lines, resume, disks without room."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_cli.errors import TrainingError
-from grpo_cli.telemetry.files import JsonLines, write_whole
+from grpo_cli.telemetry.files import JsonLines, disk_errors, write_whole
 
 
 def test_appended_objects_are_on_disk_at_once_in_the_order_of_their_keys(tmp_path: Path) -> None:
@@ -138,3 +140,34 @@ def test_a_full_disk_says_so(tmp_path: Path) -> None:
     lines.path.symlink_to("/dev/full")
     with pytest.raises(TrainingError, match=r"no room to write .*metrics.jsonl: No space left on device"):
         lines.append({"step": 1})
+
+
+@pytest.mark.parametrize("read", [lambda lines: lines.records(), lambda lines: lines.keep(lambda _: True)])
+def test_a_file_that_cannot_be_read_is_an_error_with_a_hint(
+    tmp_path: Path, read: Callable[[JsonLines], object]
+) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.path.mkdir()
+    with pytest.raises(TrainingError) as caught:
+        read(lines)
+    assert caught.value.message == f"cannot read {lines.path}: Is a directory"
+    assert caught.value.hint == "make the folder writable, or set train.output_dir to another one"
+
+
+def test_a_write_that_fails_when_the_file_is_closed_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    """Network file systems may report a full quota only then; here another one has closed the file: EBADF."""
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.append({"step": 1})
+    (descriptor,) = (link for link in Path("/proc/self/fd").iterdir() if link.resolve() == lines.path.resolve())
+    os.close(int(descriptor.name))
+    with pytest.raises(TrainingError, match=r"cannot write .*metrics.jsonl: Bad file descriptor"):
+        lines.close()
+    lines.append({"step": 2})
+    assert [record["step"] for record in lines.records()] == [1, 2]
+    lines.close()
+
+
+def test_an_error_without_a_reason_of_the_system_tells_its_own(tmp_path: Path) -> None:
+    """Libraries raise OSError with nothing but a text."""
+    with pytest.raises(TrainingError, match=r"cannot write .*x: the library's words"), disk_errors(tmp_path / "x"):
+        raise OSError("the library's words")

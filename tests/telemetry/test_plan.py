@@ -75,3 +75,8 @@ def test_reused_generations_resumed_steps_and_tight_memory_are_told() -> None:
     assert rows["run"] == "30 steps, 12 done, 8 per generation of 16 prompts (4 steps x 2 iterations)"
     assert rows["tokens"] == "completions up to 48, micro-batches of 4,096"
     assert rows["memory"].endswith("cpu has 1.0 GiB: this may not fit")
+
+
+def test_memory_with_an_unknown_part_is_a_lower_bound() -> None:
+    plan = replace(PLAN, memory={"weights": 2**30, "reference": 0, "cache": None}, memory_peak=2**30)
+    assert dict(plan_rows(plan))["memory"] == "at least 1.0 GiB (weights 1.0 GiB, cache unknown), cpu has 16.0 GiB"

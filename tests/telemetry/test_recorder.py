@@ -205,7 +205,6 @@ def test_repeated_warnings_are_counted_and_told_at_the_end(
     assert written() == "warning: all rewards were equal\nwarning: all rewards were equal (3 times)\n"
     resumed = make_recorder()
     resumed.load_state_dict(state)
-    assert resumed.warning_counts == {"health/equal": 3}
     assert resumed.state_dict() == state
 
 
@@ -252,6 +251,27 @@ def test_tensorboard_follows_a_resume(make_recorder: RecorderMaker, tmp_path: Pa
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_run_that_starts_from_another_one_has_its_own_id_and_shows_its_recipe(
+    make_recorder: RecorderMaker, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = make_recorder()
+    state = first.state_dict()
+    continued, forked = make_recorder(), make_recorder(report_to=["tensorboard"])
+    continued.load_state_dict(state)
+    forked.load_state_dict(state, new_run=True)
+    assert continued.state_dict()["run_id"] == state["run_id"]
+    assert forked.state_dict()["run_id"] != state["run_id"]
+    assert forked.state_dict()["warnings"] == state["warnings"]
+    forked.resume_at(2)
+    forked.record_step(_report(3, reward=Mean(1, 1)))
+    forked.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["tensors"] == ["recipe/text_summary"]
 
 
 def test_a_missing_tracker_is_found_before_anything_is_recorded(make_recorder: RecorderMaker) -> None:

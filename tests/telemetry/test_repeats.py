@@ -31,7 +31,7 @@ def test_counts_go_on_after_a_resume_and_the_new_process_shows_the_first_it_meet
     after.load_state_dict(before.state_dict())
     assert after.add("key", "message") == "message (6 times)"
     assert [after.add("key", "message") for _ in range(4)] == [None, None, None, "message (10 times)"]
-    assert after.counts == {"key": 10}
+    assert after.state_dict() == {"key": 10}
     assert after.outstanding() == []
 
 
@@ -39,4 +39,4 @@ def test_a_warning_of_an_earlier_process_that_did_not_return_is_not_told_again()
     warnings = RepeatedWarnings()
     warnings.load_state_dict({"old": 7})
     assert warnings.outstanding() == []
-    assert warnings.counts == {"old": 7}
+    assert warnings.state_dict() == {"old": 7}

@@ -2,12 +2,13 @@
 
 import importlib.util
 import math
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from grpo_cli.errors import RecipeError
+from grpo_cli.errors import Interrupted, RecipeError
 from grpo_cli.telemetry import trackers
 from grpo_cli.telemetry.trackers import TrackedRun, Trackers, require_trackers
 
@@ -126,3 +127,14 @@ def test_a_tracker_that_fails_is_a_warning_and_gets_the_next_step(
         ("tracker/wandb", "wandb did not take a step: ConnectionError: service unavailable"),
         ("tracker/wandb", "wandb did not close; some of it may be missing: TimeoutError: still uploading"),
     ]
+
+
+def test_a_request_to_stop_is_no_failure_of_a_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Interrupting(_Flaky):
+        def close(self) -> None:
+            raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(trackers, "_TRACKERS", {"wandb": lambda _: Interrupting()})
+    group = Trackers(["wandb"], _run(tmp_path), warn=_fail)
+    with pytest.raises(Interrupted):
+        group.close()

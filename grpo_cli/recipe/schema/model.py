@@ -19,7 +19,7 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "float32",
         help="Precision of the weights that are trained. `auto` takes the checkpoint's. Keep `float32` with `train.bf16` for "
-        "master weights.",
+        "master weights: bfloat16 rounds small updates away, float16 is refused.",
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa", help="Attention kernel, as transformers names it."

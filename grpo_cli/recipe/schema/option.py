@@ -28,7 +28,11 @@ class Range:
 
     def __str__(self) -> str:
         limits = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
-        return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        return " and ".join(f"{word} {_number(limit)}" for word, limit in limits if limit is not None)
+
+
+def _number(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def option(

@@ -17,7 +17,7 @@ class TrainSection:
         False,
         help="Remove the run that `output_dir` already holds and start over. Without it such a run is only continued.",
     )
-    seed: int = option(42, minimum=0, help="Seed of everything random.")
+    seed: int = option(42, minimum=0, maximum=2**63 - 1, help="Seed of everything random.")
     prompts_per_step: int = option(
         8,
         minimum=1,

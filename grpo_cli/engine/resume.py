@@ -1,0 +1,89 @@
+"""What `--resume` means for a run: which checkpoint, what of the recipe has changed since, and how much is behind it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.run_directory import checkpoint_to_resume
+from grpo_cli.engine.run_length import Done
+from grpo_cli.engine.state import RunState, read_recipe, read_state
+from grpo_cli.errors import CheckpointError
+from grpo_cli.recipe.compare import changed_keys
+from grpo_cli.recipe.schema import Recipe
+
+_FIXED = ("model.name_or_path", "model.revision", "model.tokenizer_name_or_path", "model.dtype")
+"""The weights come from the checkpoint, so another value here could only seem to be obeyed."""
+
+_FREE = (
+    "run_name",
+    "logging.",
+    "train.output_dir",
+    "train.overwrite_output_dir",
+    "train.save_steps",
+    "train.keep_checkpoints",
+)
+"""What a run does not depend on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where a run begins.
+
+    Attributes:
+        continues: Whether it goes on in its own run directory; False: it begins there with an empty one.
+        checkpoint: The checkpoint it starts from; None: from the beginning.
+        state: The run state of that checkpoint.
+        done: What is behind it.
+    """
+
+    continues: bool
+    checkpoint: Path | None
+    state: RunState | None
+    done: Done
+
+
+def find_resumed(recipe: Recipe, output_dir: Path, resume: str | None, say: Callable[[str], None]) -> Resumed:
+    """Find the checkpoint to resume from, read its state, and compare its recipe with the present one.
+
+    Args:
+        recipe: The present recipe.
+        output_dir: Its run directory.
+        resume: What `--resume` said; None: it was not given.
+        say: Told about checkpoints that are passed over and about changes of the recipe.
+
+    Raises:
+        CheckpointError: If there is nothing to resume from where one was named, all checkpoints are damaged, or the recipe
+            changed in a way that cannot be followed.
+    """
+    if resume is None:
+        return Resumed(continues=False, checkpoint=None, state=None, done=Done())
+    store = CheckpointStore(output_dir / "checkpoints", keep=recipe.train.keep_checkpoints)
+    checkpoint = checkpoint_to_resume(resume, store, say)
+    if checkpoint is None:
+        say(f"no checkpoint in {store.folder}: starting from the beginning")
+        return Resumed(continues=True, checkpoint=None, state=None, done=Done())
+    state = read_state(checkpoint)
+    _tell_changes(read_recipe(checkpoint), dataclasses.asdict(recipe), say)
+    in_window = 0 if state.window is None else state.window.length - state.position
+    return Resumed(
+        continues=checkpoint.is_relative_to(output_dir),
+        checkpoint=checkpoint,
+        state=state,
+        done=Done(steps=state.step + in_window, prompts=state.prompts_drawn),
+    )
+
+
+def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say what has changed in the recipe, and refuse what the checkpoint has decided."""
+    for key, (then, value) in changed_keys(before, now).items():
+        if key.startswith(_FREE):
+            continue
+        if key in _FIXED:
+            raise CheckpointError(
+                f"--resume: {key} was {then!r} in the checkpoint's run, is {value!r}",
+                hint="resume with the value of that run; a new run can start from the checkpoint's folder `model`",
+            )
+        say(f"resuming with a changed recipe: {key} was {then!r}, is {value!r}")

@@ -1,0 +1,86 @@
+"""Whether model, tokenizer and lengths belong together, before anything is generated."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from grpo_cli.errors import ModelError
+
+TABLE_SLACK = 8
+"""Rows that a table of positions may have beyond the model's positions: OPT counts from 2."""
+
+
+def check_fit(
+    model: Any,
+    tokenizer: Any,
+    *,
+    prompt_ids: Sequence[int],
+    longest_prompt: int | None,
+    max_completion_length: int,
+) -> str | None:
+    """Compare the tokenizer with the model's embedding, and the longest sequence with the model's positions.
+
+    Args:
+        model: A transformers causal language model.
+        tokenizer: What prompts are encoded with.
+        prompt_ids: A real prompt.
+        longest_prompt: Tokens of the longest prompt; None: not known, completions are looked at alone.
+        max_completion_length: Tokens of the longest completion.
+
+    Returns:
+        One line of warning when sequences may leave the range that a model without a table of positions was made for.
+
+    Raises:
+        ModelError: If the tokenizer has ids that the model has no embedding for, or a sequence may be longer than the model's
+            table of positions.
+    """
+    _check_vocabulary(model, tokenizer, prompt_ids)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = (longest_prompt or 0) + max_completion_length
+    if not isinstance(positions, int) or longest <= positions:
+        return None
+    prompt = "" if longest_prompt is None else f"the longest prompt ({longest_prompt:,}) and "
+    found = (
+        f"{prompt}generation.max_completion_length ({max_completion_length:,}) make {longest:,} tokens, "
+        f"the model has {positions:,} positions"
+    )
+    if _has_position_table(model, positions):
+        raise ModelError(
+            f"model.name_or_path: {found}", hint="lower generation.max_completion_length or dataset.max_prompt_length"
+        )
+    return f"{found}: beyond them its answers may be poor"
+
+
+def _check_vocabulary(model: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
+    """Raise if ids that text gives have no embedding.
+
+    Tokens that were added to the vocabulary count only where they are used: text-only Gemma 3 comes with a token for images
+    that its embedding does not have.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    added = set(tokenizer.get_added_vocab().values())
+    used = {*prompt_ids, tokenizer.eos_token_id} - {None}
+    largest = max(used | (set(tokenizer.get_vocab().values()) - added))
+    if largest >= rows:
+        raise ModelError(
+            f"model.tokenizer_name_or_path: the tokenizer has the token {tokenizer.convert_ids_to_tokens(largest)!r} "
+            f"with id {largest:,}, but the model has embeddings for {rows:,} tokens only",
+            hint="leave model.tokenizer_name_or_path out to use the model's own tokenizer",
+        )
+
+
+def _has_position_table(model: nn.Module, positions: int) -> bool:
+    """Tell whether the model looks positions up in a table of fixed size, learned (GPT-2, OPT) or not (GPT-J)."""
+    known = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
+    return any(positions <= len(table) <= positions + TABLE_SLACK for table in _tables(model, known))
+
+
+def _tables(model: nn.Module, known: set[int]) -> Iterator[Tensor]:
+    """Give what may be a table of positions: embeddings other than those known, and matrices named after positions."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in known:
+            yield module.weight
+    for name, buffer in model.named_buffers():
+        if "pos" in name.rpartition(".")[2] and buffer.ndim == 2:
+            yield buffer
