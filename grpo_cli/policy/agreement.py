@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.types import Segment
+from grpo_cli.types import Segment, TokenStats
 
 TOLERANCE = 1e-3
 """Largest difference in a log-probability, in float32; bfloat16 gets the width of its rounding."""
@@ -66,7 +66,8 @@ def _log_probabilities(policy: PolicyModel, segments: tuple[Segment, ...], *, fu
     policy.full_logits = full_logits
     try:
         with torch.no_grad():
-            return policy(segments).logps
+            stats: TokenStats = policy(segments)
+            return stats.logps
     finally:
         policy.sampling, policy.full_logits = sampling, chosen
 

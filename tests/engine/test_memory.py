@@ -47,7 +47,7 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
 
     def activations(**changes: object) -> int:
-        return estimate_memory(
+        count = estimate_memory(
             model,
             train=TrainSection(**changes),  # type: ignore[arg-type]
             generation=GenerationSection(),
@@ -55,15 +55,24 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
             longest_prompt=10,
             with_reference=False,
         ).activations
+        assert count is not None
+        return count
 
     assert activations(micro_batch_tokens=512) * 2 == activations(micro_batch_tokens=1024)
     assert activations(gradient_checkpointing=True) < activations()
     assert activations(bf16=True) * 2 == activations()
 
 
-@pytest.mark.parametrize("config", [MambaConfig, Mamba2Config], ids=["mamba", "mamba2"])
-def test_a_model_without_attention_heads_has_an_unknown_cache(config: type[PreTrainedConfig]) -> None:
-    model = AutoModelForCausalLM.from_config(config(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1),
+        Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_a_model_without_attention_heads_has_an_unknown_cache(config: PreTrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(config)
     estimate = estimate_memory(
         model,
         train=TrainSection(),
