@@ -50,6 +50,11 @@ def load_model(section: ModelSection, *, folder: Path, device: torch.device | st
             trust_remote_code=section.trust_remote_code,
         )
         model.to(device)
+    if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
+        raise ModelError(
+            f"model.dtype: {section.name_or_path} has float16 weights, whose gradients underflow in training",
+            hint="set model.dtype to float32 (with train.bf16 to compute in bfloat16) or to bfloat16",
+        )
     disable_dropout(model)
     repair_generation_config(model)
     return model.train()

