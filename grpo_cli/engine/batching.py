@@ -1,6 +1,6 @@
 """Groups become micro-batches under a token budget. The split changes speed and memory, never the gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,17 @@ from grpo_cli.types import MicroBatch, PolicyLogps, Segment, StepTotals, TokenBa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """One completion on its way into a micro-batch."""
+    """One completion on its way into a micro-batch.
+
+    Attributes:
+        group, index: Which one.
+        prompt, completion: Tokens fed of each; a completion's last one is not.
+    """
 
     group: int
     index: int
-    length: int
+    prompt: int
+    completion: int
 
 
 def micro_batches(
@@ -22,6 +28,7 @@ def micro_batches(
     logps: Sequence[PolicyLogps],
     *,
     micro_batch_tokens: int,
+    shares_prefix: bool,
     device: torch.device,
 ) -> list[MicroBatch]:
     """Split the groups of an optimizer step into micro-batches.
@@ -33,28 +40,37 @@ def micro_batches(
         groups: The step's groups.
         logps: Old and reference log-probabilities of each group.
         micro_batch_tokens: Most tokens in one forward, padding included.
+        shares_prefix: Whether a prompt is fed once for its completions of a micro-batch, without padding.
         device: Where the tensors go.
     """
     rows = [
-        _Row(group=number, index=index, length=len(group.prompt_ids) + len(ids) - 1)
+        _Row(group=number, index=index, prompt=len(group.prompt_ids), completion=len(ids) - 1)
         for number, group in enumerate(groups)
         for index, ids in enumerate(group.completion_ids)
     ]
-    return [_micro_batch(part, groups, logps, device) for part in _split(rows, micro_batch_tokens)]
+    size = _packed_size if shares_prefix else _padded_size
+    return [_micro_batch(part, groups, logps, device) for part in _split(rows, micro_batch_tokens, size)]
 
 
-def _split(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
-    """Cut the row sequence wherever the padded size would pass the budget."""
+def _split(rows: Sequence[_Row], budget: int, size: Callable[[Sequence[_Row]], int]) -> list[list[_Row]]:
+    """Cut the row sequence wherever its size would pass the budget."""
     parts: list[list[_Row]] = []
-    longest = 0
     for row in rows:
-        longest = max(longest, row.length)
-        if parts and (len(parts[-1]) + 1) * longest <= budget:
+        if parts and size([*parts[-1], row]) <= budget:
             parts[-1].append(row)
         else:
             parts.append([row])
-            longest = row.length
     return parts
+
+
+def _padded_size(rows: Sequence[_Row]) -> int:
+    """Tokens of rows that are all as long as the longest."""
+    return len(rows) * max(row.prompt + row.completion for row in rows)
+
+
+def _packed_size(rows: Sequence[_Row]) -> int:
+    """Tokens of one row with every prompt once."""
+    return sum({row.group: row.prompt for row in rows}.values()) + sum(row.completion for row in rows)
 
 
 def _micro_batch(

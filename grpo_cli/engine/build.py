@@ -24,7 +24,7 @@ from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggre
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
-from grpo_cli.policy.agreement import check_agreement
+from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
@@ -105,21 +105,19 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     )
     sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
     policy = PolicyModel(model, sampling=sampling)
-    notices = [
-        check_fit(
-            model,
-            inputs.tokenizer,
-            prompt_ids=inputs.prompts.first.ids,
-            longest_prompt=inputs.prompts.longest,
-            max_completion_length=recipe.generation.max_completion_length,
-        ),
-        check_agreement(policy, _probe(inputs.prompts.first)),
-    ]
+    misfit = check_fit(
+        model,
+        inputs.tokenizer,
+        prompt_ids=inputs.prompts.first.ids,
+        longest_prompt=inputs.prompts.longest,
+        max_completion_length=max(recipe.generation.max_completion_length, recipe.eval.max_completion_length or 0),
+    )
+    slower = choose_forward(policy, _probe(inputs.prompts.first))
     return LoadedPolicy(
         policy=policy,
         reference=_build_reference(inputs, policy),
         sampling=sampling,
-        notices=[notice for notice in notices if notice is not None],
+        notices=slower if misfit is None else [misfit, *slower],
     )
 
 
@@ -152,6 +150,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
             processes=processes,
             settings=objective_settings(recipe.grpo, recipe.generation),
             micro_batch_tokens=recipe.train.micro_batch_tokens,
+            shares_prefix=loaded.policy.shares_prefix,
         ),
         policy=prepared,
         reference=loaded.reference,
@@ -207,7 +206,10 @@ def _build_reference(inputs: Inputs, policy: PolicyModel) -> ReferenceModel | No
         reference = copy.deepcopy(policy)
     else:
         model = load_model(inputs.recipe.model, folder=inputs.folder, device=inputs.processes.device)
-        reference = PolicyModel(model, sampling=policy.sampling, full_logits=policy.full_logits)
+        reference = PolicyModel(model, sampling=policy.sampling)
+        reference.full_logits = policy.full_logits
+        if policy.shares_prefix:
+            reference.share_prefix()
     inputs.processes.prepare_frozen(reference)
     sync_steps = grpo.ref_model_sync_steps if grpo.sync_ref_model else 0
     return ReferenceModel(reference, mixup_alpha=grpo.ref_model_mixup_alpha, sync_steps=sync_steps)
@@ -233,6 +235,9 @@ def _build_evaluator(
 
 
 def _probe(prompt: Prompt) -> tuple[Segment, ...]:
-    """Make a segment to compare two ways of computing log-probabilities on: a real prompt, continued by its own tokens."""
+    """Make segments to compare ways of computing log-probabilities on: a real prompt, continued by its own tokens."""
     ids = prompt.ids[:256]
-    return (Segment(prompt_ids=ids, completion_ids=(ids[:8], ids[:3])),)
+    return (
+        Segment(prompt_ids=ids, completion_ids=(ids[:8], ids[:3], ids[-1:])),
+        Segment(prompt_ids=ids[: len(ids) // 2 + 1], completion_ids=(ids[-5:], ids[:6])),
+    )

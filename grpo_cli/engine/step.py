@@ -22,11 +22,13 @@ class GradientPass:
         processes: The processes of this run.
         settings: The objective.
         micro_batch_tokens: Most tokens in one forward.
+        shares_prefix: Whether the policy feeds a prompt once for its completions.
     """
 
     processes: Processes
     settings: ObjectiveSettings
     micro_batch_tokens: int
+    shares_prefix: bool
 
     def accumulate(self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> Metrics:
         """Add the gradient of an optimizer step to the policy's parameters, and give its metrics."""
@@ -54,7 +56,13 @@ class GradientPass:
         return [tuple(next(parts) for _ in group.completion_ids) for group in groups]
 
     def _batches(self, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
-        return micro_batches(groups, logps, micro_batch_tokens=self.micro_batch_tokens, device=self.processes.device)
+        return micro_batches(
+            groups,
+            logps,
+            micro_batch_tokens=self.micro_batch_tokens,
+            shares_prefix=self.shares_prefix,
+            device=self.processes.device,
+        )
 
     def _totals(self, policy: nn.Module, groups: Sequence[TrainingGroup], batches: Sequence[MicroBatch]) -> StepTotals:
         """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""

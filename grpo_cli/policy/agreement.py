@@ -1,5 +1,11 @@
-"""Self-check at start: the same tokens get the same log-probabilities, from call to call and from head to head."""
+"""Self-check at start: the fast ways to compute log-probabilities say what the model itself says.
 
+The model itself is the padded row with the model's own logits. Compared with it, one after the other: another call, the head
+applied to completion positions only, and prompts that are fed once for all their completions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,63 +19,83 @@ TOLERANCE = 1e-3
 """Largest difference in a log-probability, in float32; bfloat16 gets the width of its rounding."""
 
 
-def check_agreement(policy: PolicyModel, segments: tuple[Segment, ...]) -> str | None:
-    """Compare the head-on-completions forward with the model's own logits, and fall back to those if they differ.
+def choose_forward(policy: PolicyModel, segments: tuple[Segment, ...]) -> list[str]:
+    """Let the policy compute in the fastest way that agrees with the model itself.
 
     Args:
-        policy: Its `full_logits` is set to True when the two do not agree.
-        segments: A few real prompts with a few tokens each.
+        policy: Its `full_logits` and `shares_prefix` are set.
+        segments: Real prompts with a few tokens each; at least one with two completions.
 
     Returns:
-        One line of notice when it fell back, else None.
+        One line of notice for each fast way that does not work with this model.
 
     Raises:
         ModelError: If two calls on the same tokens differ, or what the model gives is not a number.
     """
     kind = type(policy.model).__name__
-    reduced = next(policy.parameters()).dtype != torch.float32 or torch.is_autocast_enabled(
-        next(policy.parameters()).device.type
-    )
+    device = next(policy.parameters()).device.type
+    reduced = next(policy.parameters()).dtype != torch.float32 or torch.is_autocast_enabled(device)
     limit = 0.1 if reduced else TOLERANCE
-    plain = _log_probabilities(policy, segments, full_logits=True)
-    if plain.isnan().any():
-        raise ModelError(
-            f"model: {kind} gives log-probabilities that are not numbers (NaN)",
-            hint="are its weights complete? try model.dtype: float32 or another model.attn_implementation",
-        )
-    noise = _difference(plain, _log_probabilities(policy, segments, full_logits=True))
-    if not noise <= limit:
-        raise ModelError(
-            f"model: {kind} is not deterministic in training mode: "
-            f"the log-probabilities of the same tokens differ by {noise:.2g} between two calls",
-            hint="set what is random in its forward (dropout, skipped layers, router noise) to 0 in its config.json",
-        )
-    if policy.full_logits:
-        return None
-    difference = _difference(plain, _log_probabilities(policy, segments, full_logits=False))
+    with _whole_distribution(policy):
+        policy.full_logits = True
+        plain = _log_probabilities(policy, segments)
+        if plain.isnan().any():
+            raise ModelError(
+                f"model: {kind} gives log-probabilities that are not numbers (NaN)",
+                hint="are its weights complete? try model.dtype: float32 or another model.attn_implementation",
+            )
+        noise = _difference(plain, _log_probabilities(policy, segments))
+        if not noise <= limit:
+            raise ModelError(
+                f"model: {kind} is not deterministic in training mode: "
+                f"the log-probabilities of the same tokens differ by {noise:.2g} between two calls",
+                hint="set what is random in its forward (dropout, skipped layers, router noise) to 0 in its config.json",
+            )
+        policy.full_logits = False
+        difference = _difference(plain, _log_probabilities(policy, segments))
+        if difference > limit:
+            policy.full_logits = True
+            notice = (
+                f"{kind} does something to its logits that the chunked head does not know (log-probabilities differ by "
+                f"{difference:.2g}): using the model's full logits in padded rows, which needs more memory and time"
+            )
+            return [notice]
+        reason = _try_shared_prefix(policy, segments, plain, limit)
+    return [] if reason is None else [f"{kind}: prompts are fed once per completion, in padded rows: {reason}"]
+
+
+def _try_shared_prefix(policy: PolicyModel, segments: tuple[Segment, ...], plain: Tensor, limit: float) -> str | None:
+    """Feed prompts once if that works; otherwise say why it does not."""
+    try:
+        policy.share_prefix()
+    except ValueError as error:
+        return " ".join(str(error).split())
+    try:
+        difference = _difference(plain, _log_probabilities(policy, segments))
+    except (TypeError, ValueError, RuntimeError) as error:  # a model whose forward takes no layout, or no packed row
+        policy.feed_prompts_apart()
+        return f"it takes no packed row ({type(error).__name__})"
     if difference <= limit:
         return None
-    policy.full_logits = True
-    return (
-        f"{kind} does something to its logits that the chunked head does not know (log-probabilities differ by {difference:.2g}): "
-        "using the model's full logits, which needs more memory"
-    )
+    policy.feed_prompts_apart()
+    return f"log-probabilities of a packed row differ by {difference:.2g}"
 
 
-def _log_probabilities(policy: PolicyModel, segments: tuple[Segment, ...], *, full_logits: bool) -> Tensor:
-    """Compute log-probabilities [C] one way, under the whole distribution.
-
-    Filters and banned stop tokens are left out: they turn rounding into jumps, and give -inf to probe tokens they exclude.
-    """
-    sampling, chosen = policy.sampling, policy.full_logits
+@contextmanager
+def _whole_distribution(policy: PolicyModel) -> Iterator[None]:
+    """Leave out filters and banned stop tokens: they turn rounding into jumps, and give -inf to probe tokens they exclude."""
+    sampling = policy.sampling
     policy.sampling = replace(sampling, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0)
-    policy.full_logits = full_logits
     try:
-        with torch.no_grad():
-            stats: TokenStats = policy(segments)
-            return stats.logps
+        yield
     finally:
-        policy.sampling, policy.full_logits = sampling, chosen
+        policy.sampling = sampling
+
+
+@torch.no_grad()
+def _log_probabilities(policy: PolicyModel, segments: tuple[Segment, ...]) -> Tensor:
+    stats: TokenStats = policy(segments)
+    return stats.logps
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -1,16 +1,17 @@
-"""One forward for old, reference and current log-probabilities: `MicroBatch` in, `TokenStats` out.
+"""One forward for old, reference and current log-probabilities: segments in, `TokenStats` out.
 
-This layout is the plain one: one row per completion, prompt and completion padded on the right. How rows are laid out is this
-module's own business; the objective sees completion tokens one after another, whatever the layout.
+How segments are laid out for the model is this stage's own business (see `layout`); the objective sees completion tokens one
+after another, whatever the layout.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
+from grpo_cli.policy.layout import Layout, packed_row, padded_rows
 from grpo_cli.types import Sampling, Segment, TokenStats
 
 
@@ -22,16 +23,37 @@ class PolicyModel(nn.Module):
     Args:
         model: A transformers causal language model, possibly with adapters.
         sampling: The distribution that completions are drawn from in training.
-        full_logits: Take the model's own logits at every position instead of applying the head to completion positions only:
-            slower, for models whose head does more than `LogitScaling` knows.
+
+    Attributes:
+        shares_prefix: Whether a prompt is fed once for all its completions, in a packed row without padding.
+        full_logits: Whether the model's own logits are taken at every position instead of applying the head to completion
+            positions only: slower, for models whose head does more than `LogitScaling` knows.
     """
 
-    def __init__(self, model: Any, *, sampling: Sampling, full_logits: bool = False) -> None:
+    def __init__(self, model: Any, *, sampling: Sampling) -> None:
         super().__init__()
         self.model = model
         self.sampling = sampling
-        self.full_logits = full_logits
+        self.shares_prefix = False
+        self.full_logits = False
         self.scaling = LogitScaling.of(model.config.get_text_config())
+
+    def share_prefix(self) -> None:
+        """Feed prompts once. The model must attend by scaled-dot-product attention, through transformers' interface.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        implementation = self.model.config._attn_implementation  # noqa: SLF001  there is no public name
+        if implementation not in {"sdpa", shared_prefix.NAME}:
+            raise ValueError(f"its attention is {implementation}")
+        self.model.set_attn_implementation(shared_prefix.NAME)
+        self.shares_prefix = True
+
+    def feed_prompts_apart(self) -> None:
+        """Undo `share_prefix`."""
+        self.model.set_attn_implementation("sdpa")
+        self.shares_prefix = False
 
     def forward(self, segments: tuple[Segment, ...], *, entropy_grad: bool = False) -> TokenStats:
         """Compute log-probability and entropy of every completion token.
@@ -43,71 +65,30 @@ class PolicyModel(nn.Module):
         Returns:
             Statistics in the order of the segments' completion tokens.
         """
-        rows = _pad(segments, device=next(self.model.parameters()).device)
-        inputs = {"input_ids": rows.ids, "attention_mask": rows.attention_mask, "use_cache": False}
+        layout = (packed_row if self.shares_prefix else padded_rows)(segments).to(next(self.model.parameters()).device)
+        logps, entropies = self._statistics(layout, entropy_grad=entropy_grad)
+        return TokenStats(
+            logps=logps,
+            entropies=entropies,
+            tokens_useful=int(layout.attention_mask.sum()),
+            tokens_computed=layout.ids.numel(),
+        )
+
+    def _statistics(self, layout: Layout, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [C] of a layout's targets."""
+        inputs: dict[str, Any] = {"input_ids": layout.ids, "attention_mask": layout.attention_mask, "use_cache": False}
+        if layout.prefixes:
+            # A mask of four dimensions is taken as finished: the model builds none, and the attention function needs none.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
+            inputs |= {"position_ids": layout.positions, "prefixes": layout.prefixes}
+        common: dict[str, Any] = {
+            "targets": layout.targets,
+            "positions": layout.target_positions,
+            "sampling": self.sampling,
+            "entropy_grad": entropy_grad,
+        }
         if self.full_logits:
-            logits = self.model(**inputs).logits[rows.row, rows.column].float()
-            logps, entropies = statistics_of_logits(
-                logits,
-                targets=rows.targets,
-                positions=rows.positions,
-                sampling=self.sampling,
-                entropy_grad=entropy_grad,
-            )
-        else:
-            hidden = self.model.get_decoder()(**inputs).last_hidden_state
-            logps, entropies = token_statistics(
-                hidden[rows.row, rows.column],
-                head=self.model.get_output_embeddings(),
-                scaling=self.scaling,
-                targets=rows.targets,
-                positions=rows.positions,
-                sampling=self.sampling,
-                entropy_grad=entropy_grad,
-            )
-        useful = int(rows.attention_mask.sum())
-        return TokenStats(logps=logps, entropies=entropies, tokens_useful=useful, tokens_computed=rows.ids.numel())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """Segments laid out as right-padded rows.
-
-    Attributes:
-        ids, attention_mask: int64 [N, T]. A completion's last token predicts nothing, so it is not fed.
-        row, column: int64 [C], the position whose hidden state predicts each completion token.
-        targets, positions: int64 [C], the completion tokens and their index within their completion.
-    """
-
-    ids: Tensor
-    attention_mask: Tensor
-    row: Tensor
-    column: Tensor
-    targets: Tensor
-    positions: Tensor
-
-
-def _pad(segments: tuple[Segment, ...], *, device: torch.device) -> _Rows:
-    """Lay segments out as right-padded rows on a device."""
-    pairs = [(segment.prompt_ids, completion) for segment in segments for completion in segment.completion_ids]
-    width = max(len(prompt) + len(completion) - 1 for prompt, completion in pairs)
-    ids = torch.zeros(len(pairs), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(ids)
-    row, column, positions = [], [], []
-    for index, (prompt, completion) in enumerate(pairs):
-        length = len(prompt) + len(completion) - 1
-        ids[index, :length] = torch.tensor((prompt + completion)[:-1])
-        attention_mask[index, :length] = 1
-        row.append(torch.full((len(completion),), index))
-        column.append(torch.arange(len(prompt) - 1, length))
-        positions.append(torch.arange(len(completion)))
-    targets = torch.tensor([token for _, completion in pairs for token in completion])
-    rows = {
-        "ids": ids,
-        "attention_mask": attention_mask,
-        "row": torch.cat(row),
-        "column": torch.cat(column),
-        "targets": targets,
-        "positions": torch.cat(positions),
-    }
-    return _Rows(**{name: value.to(device) for name, value in rows.items()})
+            return statistics_of_logits(self.model(**inputs).logits[layout.row, layout.column].float(), **common)
+        hidden = self.model.get_decoder()(**inputs).last_hidden_state
+        head = self.model.get_output_embeddings()
+        return token_statistics(hidden[layout.row, layout.column], head=head, scaling=self.scaling, **common)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -189,11 +190,13 @@ def _explained(name: str) -> Iterator[None]:
         raise ModelError(
             f"model.name_or_path: {name} does not fit into memory", hint="try model.dtype: bfloat16"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # A wrong config.json is told in two lines: which check failed, and why.
+        reason = " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
         offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise ModelError(
-            f"model.name_or_path: cannot load {name}{offline}: {first_line}",
+            f"model.name_or_path: cannot load {name}{offline}: {reason}",
             hint="a hub id such as Qwen/Qwen2-0.5B-Instruct, a local folder, a .gguf file or package://module/file; "
             "gated models need `hf auth login`",
         ) from error

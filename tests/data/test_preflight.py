@@ -19,6 +19,11 @@ def rows_of_lengths(lengths: list[int]) -> Dataset:
     return Dataset.from_dict({"prompt": ["x" * length for length in lengths]})
 
 
+def looks(rows: Dataset, builder: PromptBuilder) -> tuple[Callable[[], object], ...]:
+    """Both kinds of preflight, still to be done: of all rows, and of a stream of them."""
+    return (lambda: preflight(rows, builder), lambda: preflight_stream(rows.to_iterable_dataset(), builder))
+
+
 def test_usable_rows_stay_in_order_and_the_others_are_counted(builder: Builder) -> None:
     rows = Dataset.from_dict({"prompt": ["a", None, "b" * 9, "", "c", *[""] * 6]})
     found = preflight(rows, builder(max_prompt_length=8))
@@ -64,7 +69,7 @@ def test_a_stream_is_looked_at_from_its_start(builder: Builder) -> None:
 @pytest.mark.parametrize("name", REWARD_ARGUMENTS)
 def test_a_column_with_a_reserved_name_is_refused(builder: Builder, name: str) -> None:
     rows = Dataset.from_dict({"prompt": ["a"], name: ["b"]})
-    for look in (lambda: preflight(rows, builder()), lambda: preflight_stream(rows.to_iterable_dataset(), builder())):
+    for look in looks(rows, builder()):
         with pytest.raises(DataError, match=f"column `{name}` has the name of an argument") as raised:
             look()
         assert f"dataset.columns, such as `{{dataset_{name}: {name}}}`" in str(raised.value.hint)
@@ -72,7 +77,7 @@ def test_a_column_with_a_reserved_name_is_refused(builder: Builder, name: str) -
 
 def test_a_missing_prompt_column_is_found_before_any_row_is_read(builder: Builder) -> None:
     rows = Dataset.from_dict({"problem": ["a"]})
-    for look in (lambda: preflight(rows, builder()), lambda: preflight_stream(rows.to_iterable_dataset(), builder())):
+    for look in looks(rows, builder()):
         with pytest.raises(DataError, match="no column `prompt`; it has problem"):
             look()
 

@@ -234,7 +234,7 @@ def test_conversations_in_a_file_give_the_same_prompts_mapped_and_streamed(tmp_p
         "{% for m in messages %}{{ m.role }}{{ m.keys() | length }}{{ mark }}:{{ m.content }} {% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    keys = {"name": "rows.jsonl", "chat_template_kwargs": {"chat_template": template, "mark": "?"}}
+    keys: dict[str, Any] = {"name": "rows.jsonl", "chat_template_kwargs": {"chat_template": template, "mark": "?"}}
     expected = {"user3!:Hi assistant:", "system2?:Be brief. user2?:Hi assistant:", "user2?:Hi assistant2?:So"}
     mapped_section, stream_section = DatasetSection(**keys), DatasetSection(**keys, streaming=True)
     in_memory = load_rows(mapped_section, folder=tmp_path)

@@ -115,7 +115,8 @@ def completions(output: Path) -> dict[str, list[dict[str, Any]]]:
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
     """Read the final model's weights."""
-    return load_file(output / "final" / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(output / "final" / "model.safetensors")
+    return tensors
 
 
 def assert_same_run(mine: Path, theirs: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from experiment import Experiment, assert_same_run, make_experiment
+from e2e.experiment import Experiment, assert_same_run, make_experiment
 
 KILLS = 10
 

@@ -7,10 +7,11 @@ counts its calls, AdamW, schedule, checkpoints on disk. Stops are real signals.
 import itertools
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from experiment import Experiment, assert_same_run, make_experiment, records, weights
+from e2e.experiment import Experiment, assert_same_run, make_experiment, records, weights
 
 from grpo_cli.engine.manifest import damage
 from grpo_cli.engine.run import run
@@ -21,8 +22,11 @@ from grpo_cli.recipe.load import load_recipe
 STEPS = 6
 
 
-def train(experiment: Experiment, output: str, *, resume: str | None = None, **changes: object) -> None:
-    overrides = [f"train.output_dir={experiment.output(output)}", *(f"{key}={value}" for key, value in changes.items())]
+def train(
+    experiment: Experiment, output: str, changes: Mapping[str, object] | None = None, *, resume: str | None = None
+) -> None:
+    changes = {"train.output_dir": experiment.output(output), **(changes or {})}
+    overrides = [f"{key}={value}" for key, value in changes.items()]
     run(load_recipe(experiment.recipe, overrides), resume=resume)
 
 
@@ -103,7 +107,7 @@ def test_evaluation_changes_nothing_and_is_resumed_too(
     experiment = make_experiment(tmp_path, tiny_model_folder)
     train(experiment, "without")
     held_out = {"eval.dataset.name": "data.jsonl", "eval.dataset.max_rows": 3, "eval.every": 2, "eval.temperature": 1.0}
-    train(experiment, "whole", **held_out)
+    train(experiment, "whole", held_out)
     training = [record for record in records(experiment.output("whole")) if "loss" in record]
     assert [record["loss"] for record in training] == [
         record["loss"] for record in records(experiment.output("without"))
@@ -115,8 +119,8 @@ def test_evaluation_changes_nothing_and_is_resumed_too(
         with pytest.MonkeyPatch.context() as patch:
             stop_after(step, patch)
             with pytest.raises(Interrupted):
-                train(experiment, "stopped", resume="newest", **held_out)
-    train(experiment, "stopped", resume="newest", **held_out)
+                train(experiment, "stopped", held_out, resume="newest")
+    train(experiment, "stopped", held_out, resume="newest")
     assert_same_run(experiment.output("stopped"), experiment.output("whole"))
 
 
@@ -146,17 +150,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
 ) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
     train(experiment, "whole")
-    train(experiment, "damaged", **{"train.save_steps": 2})
+    train(experiment, "damaged", {"train.save_steps": 2})
     newest = experiment.output("damaged") / "checkpoints" / "step-000006"
     (newest / "state.json").write_text("{}")
-    train(experiment, "damaged", resume="newest", **{"train.save_steps": 2})
+    train(experiment, "damaged", {"train.save_steps": 2}, resume="newest")
     assert "passing over checkpoint step-000006: state.json has 2 bytes" in capsys.readouterr().out
     assert_same_run(experiment.output("damaged"), experiment.output("whole"))
 
 
 def test_resume_from_a_named_checkpoint_starts_there(tiny_model_folder: Path, tmp_path: Path) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
-    train(experiment, "whole", **{"train.save_steps": 2})
+    train(experiment, "whole", {"train.save_steps": 2})
     final = weights(experiment.output("whole"))
     checkpoint = experiment.output("whole") / "checkpoints" / "step-000002"
     train(experiment, "elsewhere", resume=str(checkpoint))
@@ -166,18 +170,18 @@ def test_resume_from_a_named_checkpoint_starts_there(tiny_model_folder: Path, tm
 
 def test_a_finished_run_is_not_overwritten(tiny_model_folder: Path, tmp_path: Path) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
-    train(experiment, "run", **{"train.max_steps": 1})
+    train(experiment, "run", {"train.max_steps": 1})
     with pytest.raises(CheckpointError, match="already holds a run"):
-        train(experiment, "run", **{"train.max_steps": 1})
-    train(experiment, "run", **{"train.max_steps": 1, "train.overwrite_output_dir": "true"})
+        train(experiment, "run", {"train.max_steps": 1})
+    train(experiment, "run", {"train.max_steps": 1, "train.overwrite_output_dir": "true"})
 
 
 def test_a_checkpoint_is_not_removed_by_the_run_that_starts_from_it(tiny_model_folder: Path, tmp_path: Path) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
     train(experiment, "whole")
-    train(experiment, "again", **{"train.save_steps": 2})
+    train(experiment, "again", {"train.save_steps": 2})
     roundabout = experiment.output("again") / ".." / "again" / "checkpoints" / "step-000002"
-    train(experiment, "again", resume=str(roundabout), **{"train.overwrite_output_dir": "true"})
+    train(experiment, "again", {"train.overwrite_output_dir": "true"}, resume=str(roundabout))
     assert_same_run(experiment.output("again"), experiment.output("whole"))
 
 
@@ -190,9 +194,9 @@ def test_a_changed_recipe_is_told_and_what_cannot_change_is_refused(
         with pytest.raises(Interrupted):
             train(experiment, "run")
     with pytest.raises(CheckpointError, match=r"--resume: model\.dtype was 'float32'"):
-        train(experiment, "run", resume="newest", **{"model.dtype": "bfloat16", "train.learning_rate": 0.1})
+        train(experiment, "run", {"model.dtype": "bfloat16", "train.learning_rate": 0.1}, resume="newest")
     capsys.readouterr()
-    train(experiment, "run", resume="newest", **{"train.learning_rate": 0.1})
+    train(experiment, "run", {"train.learning_rate": 0.1}, resume="newest")
     assert "resuming with a changed recipe: train.learning_rate was 0.01, is 0.1" in capsys.readouterr().out
     rates = [record["learning_rate"] for record in records(experiment.output())]
     assert rates == pytest.approx([0.01, 0.01 * 5 / 6, 0.1 * 4 / 6, 0.1 * 3 / 6, 0.1 * 2 / 6, 0.1 * 1 / 6])
@@ -201,7 +205,7 @@ def test_a_changed_recipe_is_told_and_what_cannot_change_is_refused(
 def test_an_unknown_best_metric_ends_the_first_evaluation(tiny_model_folder: Path, tmp_path: Path) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder, eval={"dataset": {"name": "data.jsonl"}})
     with pytest.raises(TrainingError, match=r"there is no metric eval/typo"):
-        train(experiment, "run", **{"eval.best_metric": "eval/typo"})
+        train(experiment, "run", {"eval.best_metric": "eval/typo"})
 
 
 def test_a_dataset_that_changed_is_noticed(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -1,21 +1,23 @@
 """Settings of a whole run, each seen from outside: in metrics.jsonl, in the completions, in the final weights."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from experiment import WORDS, Experiment, completions, make_experiment, records, weights
+from e2e.experiment import WORDS, Experiment, completions, make_experiment, records, weights
 
 from grpo_cli.engine.run import run
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.load import load_recipe
 
 
-def train(experiment: Experiment, output: str = "run", **changes: object) -> Path:
-    overrides = [f"train.output_dir={experiment.output(output)}", *(f"{key}={value}" for key, value in changes.items())]
+def train(experiment: Experiment, changes: Mapping[str, object], *, output: str = "run") -> Path:
+    changes = {"train.output_dir": experiment.output(output), **changes}
+    overrides = [f"{key}={value}" for key, value in changes.items()]
     run(load_recipe(experiment.recipe, overrides))
     return experiment.output(output)
 
@@ -26,7 +28,7 @@ def experiment(tiny_model_folder: Path, tmp_path: Path) -> Experiment:
 
 
 def test_epochs_draw_every_row_once_each_and_end_with_what_is_left(experiment: Experiment) -> None:
-    output = train(experiment, **{"train.max_steps": "null", "train.num_train_epochs": 2, "train.prompts_per_step": 5})
+    output = train(experiment, {"train.max_steps": "null", "train.num_train_epochs": 2, "train.prompts_per_step": 5})
     files = completions(output)
     uids = [{row["prompt_uid"] for row in rows} for rows in files.values()]
     assert [len(step) for step in uids] == [5, 5, 5, 5, 4]
@@ -36,7 +38,7 @@ def test_epochs_draw_every_row_once_each_and_end_with_what_is_left(experiment: E
 
 def test_metrics_are_what_the_completions_say(experiment: Experiment) -> None:
     """Every definition, recomputed from the parquet files."""
-    output = train(experiment, **{"grpo.num_generations": 4, "generation.max_completion_length": 40, "grpo.beta": 0.1})
+    output = train(experiment, {"grpo.num_generations": 4, "generation.max_completion_length": 40, "grpo.beta": 0.1})
     files = list(completions(output).values())
     drawn = 0
     for record, rows in zip(records(output), files, strict=True):
@@ -89,8 +91,8 @@ def test_speed_and_memory_settings_change_nothing_and_others_do(
     changes: dict[str, Any], same: bool, experiment: Experiment
 ) -> None:
     base = {"train.max_steps": 3, "generation.max_completion_length": 40, "train.learning_rate": 0.001}
-    expected = weights(train(experiment, "base", **base))
-    found = weights(train(experiment, "changed", **{**base, **changes}))
+    expected = weights(train(experiment, base, output="base"))
+    found = weights(train(experiment, {**base, **changes}, output="changed"))
     differences = [(found[name] - value).abs().max().item() for name, value in expected.items()]
     assert (max(differences) < 2e-5) is same
 
@@ -98,7 +100,7 @@ def test_speed_and_memory_settings_change_nothing_and_others_do(
 def test_rollouts_are_reused_for_several_steps_and_passes(experiment: Experiment) -> None:
     output = train(
         experiment,
-        **{"grpo.steps_per_generation": 2, "grpo.num_iterations": 2, "train.max_steps": 8, "train.save_steps": 0},
+        {"grpo.steps_per_generation": 2, "grpo.num_iterations": 2, "train.max_steps": 8, "train.save_steps": 0},
     )
     told = records(output)
     assert [record["step"] for record in told if "reward" in record] == [1, 5]
@@ -111,7 +113,7 @@ def test_rollouts_are_reused_for_several_steps_and_passes(experiment: Experiment
 
 
 def test_the_learning_rate_follows_its_schedule(experiment: Experiment) -> None:
-    output = train(experiment, **{"train.warmup_steps": 2, "train.learning_rate": 0.01})
+    output = train(experiment, {"train.warmup_steps": 2, "train.learning_rate": 0.01})
     rates = [record["learning_rate"] for record in records(output)]
     assert rates == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
 
@@ -127,7 +129,7 @@ def other_precision() -> Any:
 @pytest.mark.usefixtures("other_precision")
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(experiment: Experiment) -> None:
     long = {"generation.max_completion_length": 40, "train.micro_batch_tokens": 500}
-    output = train(experiment, **{"train.bf16": "true", "train.max_steps": 2, **long})
+    output = train(experiment, {"train.bf16": "true", "train.max_steps": 2, **long})
     assert all(value.dtype == torch.float32 for value in weights(output).values())
     difference = records(output)[0]["sampling/logp_difference/max"]
     assert 1e-5 < difference < 0.5  # two bfloat16 forwards round differently, and float32 ones would agree better
@@ -138,7 +140,7 @@ def test_all_equal_rewards_teach_nothing_and_say_so(
 ) -> None:
     module = experiment.folder / "my_rewards.py"
     module.write_text(module.read_text() + "\n\ndef same(completions, **_):\n    return [0.3] * len(completions)\n")
-    output = train(experiment, **{"rewards.reward_funcs": "[my_rewards.same]"})
+    output = train(experiment, {"rewards.reward_funcs": "[my_rewards.same]"})
     before = torch.nn.Module.state_dict(load(tiny_model_folder))
     assert all(torch.equal(value, before[name]) for name, value in weights(output).items())
     printed = capsys.readouterr().out
@@ -153,7 +155,7 @@ def test_a_logged_metric_with_a_name_of_the_runs_own_is_refused(experiment: Expe
         "    return [0.0] * len(completions)\n"
     )
     with pytest.raises(RewardError, match="'loss' is a metric of the run itself"):
-        train(experiment, **{"rewards.reward_funcs": "[my_rewards.logging]"})
+        train(experiment, {"rewards.reward_funcs": "[my_rewards.logging]"})
 
 
 def load(folder: Path) -> Any:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from experiment import Experiment, make_experiment, records
+from e2e.experiment import Experiment, make_experiment, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.cli.train import with_resume_value

@@ -31,11 +31,13 @@ groups_strategy = st.lists(
 )
 
 
-@given(groups_strategy, st.integers(1, 60))
-def test_every_token_comes_back_once_and_in_order(shapes: list[tuple[list[int], int]], budget: int) -> None:
+@given(groups_strategy, st.integers(1, 60), st.booleans())
+def test_every_token_comes_back_once_and_in_order(
+    shapes: list[tuple[list[int], int]], budget: int, shared: bool
+) -> None:
     groups = [group_of(lengths, prompt, number) for number, (lengths, prompt) in enumerate(shapes)]
     logps = [PolicyLogps(old=group.behaviour_logps, reference=None) for group in groups]
-    batches = micro_batches(groups, logps, micro_batch_tokens=budget, device=CPU)
+    batches = micro_batches(groups, logps, micro_batch_tokens=budget, shares_prefix=shared, device=CPU)
 
     forwarded = [
         (segment.prompt_ids, ids) for batch in batches for segment in batch.segments for ids in segment.completion_ids
@@ -43,7 +45,8 @@ def test_every_token_comes_back_once_and_in_order(shapes: list[tuple[list[int], 
     assert forwarded == [(group.prompt_ids, ids) for group in groups for ids in group.completion_ids]
     flat = torch.cat([values for group in groups for values in group.behaviour_logps])
     assert torch.equal(torch.cat([batch.tokens.behaviour_logps for batch in batches]), flat)
-    assert torch.equal(torch.cat([batch.tokens.old_logps for batch in batches]), flat)
+    old_logps = [batch.tokens.old_logps for batch in batches if batch.tokens.old_logps is not None]
+    assert torch.equal(torch.cat(old_logps), flat)
     assert all(batch.tokens.ref_logps is None for batch in batches)
     for batch in batches:
         lengths = [len(ids) for segment in batch.segments for ids in segment.completion_ids]
@@ -52,12 +55,15 @@ def test_every_token_comes_back_once_and_in_order(shapes: list[tuple[list[int], 
         assert len(batch.tokens.advantages) == len(lengths)
 
 
-@given(groups_strategy, st.integers(1, 60))
-def test_the_padded_size_stays_within_the_budget(shapes: list[tuple[list[int], int]], budget: int) -> None:
+@given(groups_strategy, st.integers(1, 60), st.booleans())
+def test_the_size_stays_within_the_budget(shapes: list[tuple[list[int], int]], budget: int, shared: bool) -> None:
     groups = [group_of(lengths, prompt, number) for number, (lengths, prompt) in enumerate(shapes)]
-    for batch in micro_batches(groups, [PolicyLogps()] * len(groups), micro_batch_tokens=budget, device=CPU):
+    for batch in micro_batches(
+        groups, [PolicyLogps()] * len(groups), micro_batch_tokens=budget, shares_prefix=shared, device=CPU
+    ):
         rows = [len(s.prompt_ids) + len(ids) - 1 for s in batch.segments for ids in s.completion_ids]
-        assert len(rows) == 1 or len(rows) * max(rows) <= budget
+        packed = sum(len(s.prompt_ids) + sum(len(ids) - 1 for ids in s.completion_ids) for s in batch.segments)
+        assert len(rows) == 1 or (packed if shared else len(rows) * max(rows)) <= budget
 
 
 def test_totals_count_loss_tokens_and_all_sequences(make_group: Callable[..., TrainingGroup]) -> None:
@@ -70,4 +76,4 @@ def test_half_present_log_probabilities_are_our_mistake(make_group: Callable[...
     groups = [make_group(2), make_group(2)]
     logps = [PolicyLogps(old=groups[0].behaviour_logps), PolicyLogps()]
     with pytest.raises(AssertionError):
-        micro_batches(groups, logps, micro_batch_tokens=100, device=CPU)
+        micro_batches(groups, logps, micro_batch_tokens=100, shares_prefix=False, device=CPU)

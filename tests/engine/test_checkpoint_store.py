@@ -71,12 +71,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         store.save(step, write)
         if step == 2:
             store.mark_best(BestCheckpoint(step=2, metric="eval/reward", value=1.0))
-    assert store.steps() == [2, 5, 6]
-    assert store.best == BestCheckpoint(step=2, metric="eval/reward", value=1.0)
+    assert (store.steps(), store.best) == ([2, 5, 6], BestCheckpoint(step=2, metric="eval/reward", value=1.0))
     (tmp_path / ".writing-step-000009").mkdir()
     store.start_from(5, best=BestCheckpoint(step=4, metric="eval/reward", value=1.0))
-    assert store.steps() == [2, 5]
-    assert store.best is None  # the checkpoint of step 4 is not there
+    assert (store.steps(), store.best) == ([2, 5], None)  # the checkpoint of step 4 is not there
     assert names(tmp_path) == ["step-000002", "step-000005"]
 
 

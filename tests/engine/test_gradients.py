@@ -56,7 +56,9 @@ def gradient(
     model: Any, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps], settings: ObjectiveSettings, budget: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     model.zero_grad()
-    step = GradientPass(processes=Processes(bf16=False), settings=settings, micro_batch_tokens=budget)
+    step = GradientPass(
+        processes=Processes(bf16=False), settings=settings, micro_batch_tokens=budget, shares_prefix=False
+    )
     metrics = results(step.accumulate(PolicyModel(model, sampling=SAMPLING), groups, logps))
     named = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     return named, metrics
@@ -95,7 +97,9 @@ def test_the_ratio_is_exactly_one_on_the_first_pass_dropout_and_adapters_include
     disable_dropout(model)
     model.train()
     settings = settings_of(loss_type)
-    step = GradientPass(processes=Processes(bf16=False), settings=settings, micro_batch_tokens=10_000)
+    step = GradientPass(
+        processes=Processes(bf16=False), settings=settings, micro_batch_tokens=10_000, shares_prefix=False
+    )
     policy = PolicyModel(model, sampling=SAMPLING)
     recomputed = [PolicyLogps(old=old) for old in step.logps(policy, groups)]
     absent = [PolicyLogps() for _ in groups]
@@ -112,7 +116,9 @@ def test_log_probabilities_come_back_in_the_order_of_the_groups(
     groups: list[TrainingGroup], tiny_model_folder: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    step = GradientPass(processes=Processes(bf16=False), settings=settings_of("dapo"), micro_batch_tokens=25)
+    step = GradientPass(
+        processes=Processes(bf16=False), settings=settings_of("dapo"), micro_batch_tokens=25, shares_prefix=False
+    )
     for group, logps in zip(groups, step.logps(PolicyModel(model, sampling=SAMPLING), groups), strict=True):
         for ids, values in zip(group.completion_ids, logps, strict=True):
             logits = model(torch.tensor([group.prompt_ids + ids])).logits[0, len(group.prompt_ids) - 1 : -1]

@@ -106,7 +106,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object, 
 def test_an_optimizer_restored_in_the_middle_gives_the_same_bits(tmp_path: Path) -> None:
     section = TrainSection(learning_rate=0.1, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
 
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         optimizer = build_optimizer(model, section, device=torch.device("cpu"))

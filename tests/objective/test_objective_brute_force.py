@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, run
+from objective.objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, run
 
 from grpo_cli.metrics import results
 from grpo_cli.objective.ratio import RatioLevel

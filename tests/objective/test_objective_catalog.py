@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from objective_batches import ALLOWED, correct, make_batch, make_settings, make_totals, run
+from objective.objective_batches import ALLOWED, correct, make_batch, make_settings, make_totals, run
 
 from grpo_cli.objective.catalog import CATALOG, row
 from grpo_cli.objective.ratio import RatioLevel

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, run
+from objective.objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, run
 
 from grpo_cli.metrics import results
 from grpo_cli.objective.loss import loss

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from objective_batches import Batch, correct, run
+from objective.objective_batches import Batch, correct, run
 
 from grpo_cli.metrics import results
 from grpo_cli.objective.advantages import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import correct, make_batch, make_settings, make_totals, run
+from objective.objective_batches import correct, make_batch, make_settings, make_totals, run
 
 from grpo_cli.metrics import results
 from grpo_cli.objective.correction import correction_weight
@@ -116,7 +116,7 @@ class WithoutFloat64(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.double:
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        outcome = super().__torch_function__(func, types, args, kwargs or {})
+        outcome = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch gives it no types
         return outcome.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else outcome
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, pad, run, take
+from objective.objective_batches import ALLOWED, Batch, correct, make_batch, make_settings, make_totals, pad, run, take
 
 from grpo_cli.metrics import merge, results
 from grpo_cli.objective.ratio import RatioLevel

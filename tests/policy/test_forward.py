@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, build_tiny_model
-from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
+from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, GraniteConfig, MambaConfig
 
 from grpo_cli.distribution import filter_logits
 from grpo_cli.errors import ModelError
-from grpo_cli.policy.agreement import check_agreement
+from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import disable_dropout
 from grpo_cli.types import Sampling, Segment
@@ -48,15 +48,21 @@ def one_by_one(model: Any, sampling: Sampling) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_statistics_and_gradients_equal_the_unpadded_model_call(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_statistics_and_gradients_equal_the_unpadded_model_call(
+    family: str, tied: bool, shared: bool, tmp_path: Path
+) -> None:
     model = load(build_tiny_model(tmp_path, family, tied=tied))
     expected_logps, expected_entropies = one_by_one(model, PLAIN)
     weights = torch.linspace(-1, 1, len(expected_logps))
-    (expected_logps * weights).sum().backward()
+    torch.autograd.backward((expected_logps * weights).sum())
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
-    stats = PolicyModel(model, sampling=PLAIN)(SEGMENTS)
+    policy = PolicyModel(model, sampling=PLAIN)
+    if shared:
+        policy.share_prefix()
+    stats = policy(SEGMENTS)
     (stats.logps * weights).sum().backward()
 
     torch.testing.assert_close(stats.logps, expected_logps, rtol=1e-4, atol=1e-4)
@@ -88,7 +94,8 @@ def test_logit_scales_of_the_family_are_respected(config: Any) -> None:
     policy = PolicyModel(model, sampling=PLAIN)
     expected, _ = one_by_one(model, PLAIN)
     torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
-    assert check_agreement(policy, SEGMENTS) is None
+    assert choose_forward(policy, SEGMENTS) == []
+    torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +120,8 @@ def test_entropy_gradient_is_there_only_when_asked_for(tiny_model_folder: Path) 
     assert not policy(SEGMENTS).entropies.requires_grad
     policy(SEGMENTS, entropy_grad=True).entropies.sum().backward()
     gradients = [parameter.grad for parameter in policy.parameters()]
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
-    assert any(gradient.abs().sum() > 0 for gradient in gradients)
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
+    assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
 def test_padding_is_counted_as_computed_but_not_as_useful(tiny_model_folder: Path) -> None:
@@ -122,6 +129,70 @@ def test_padding_is_counted_as_computed_but_not_as_useful(tiny_model_folder: Pat
     lengths = [5 + 3 - 1, 5 + 1 - 1, 5 + 7 - 1, 1 + 2 - 1]
     assert stats.tokens_useful == sum(lengths)
     assert stats.tokens_computed == 4 * max(lengths)
+
+
+def test_a_shared_prompt_is_fed_once_and_nothing_is_padded(tiny_model_folder: Path) -> None:
+    policy = PolicyModel(load(tiny_model_folder), sampling=PLAIN)
+    policy.share_prefix()
+    stats = policy(SEGMENTS)
+    assert stats.tokens_useful == stats.tokens_computed == (5 + 2 + 0 + 6) + (1 + 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_shared_prefix_survives_checkpointing_adapters_and_generation(family: str, tmp_path: Path) -> None:
+    """The recomputation of gradient checkpointing, PEFT's wrappers, and the engine's own calls of the same model."""
+    model = load(build_tiny_model(tmp_path, family))
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+    generated = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")).train()
+    policy = PolicyModel(model, sampling=PLAIN)
+    gradients = []
+    for shared in (False, True):
+        model.zero_grad()
+        if shared:
+            policy.share_prefix()
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy(SEGMENTS).logps.sum().backward()
+        gradients.append([value.grad.clone() for value in model.parameters() if value.grad is not None])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-3, atol=1e-4)
+    with model.disable_adapter():
+        assert torch.equal(model.eval().generate(prompt, max_new_tokens=6, do_sample=False), generated)
+
+
+def test_a_model_with_another_attention_is_fed_prompts_apart_with_a_notice(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32, attn_implementation="eager")
+    policy = PolicyModel(model, sampling=PLAIN)
+    assert choose_forward(policy, SEGMENTS) == [
+        "LlamaForCausalLM: prompts are fed once per completion, in padded rows: its attention is eager"
+    ]
+    assert not policy.shares_prefix
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, state_size=8),
+        BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4),
+    ],
+    ids=["mamba", "bloom"],
+)
+def test_models_whose_tokens_mix_in_other_ways_are_fed_prompts_apart(config: Any) -> None:
+    torch.manual_seed(0)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(config), sampling=PLAIN)
+    (notice,) = choose_forward(policy, SEGMENTS)
+    assert "prompts are fed once per completion" in notice
+    expected, _ = one_by_one(policy.model, PLAIN)
+    torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_saved_model_does_not_know_of_the_shared_prefix(tiny_model_folder: Path, tmp_path: Path) -> None:
+    policy = PolicyModel(load(tiny_model_folder), sampling=PLAIN)
+    policy.share_prefix()
+    policy.model.save_pretrained(tmp_path)
+    assert "grpo" not in (tmp_path / "config.json").read_text()
+    assert load(tmp_path).config._attn_implementation == "sdpa"
 
 
 def test_dropout_is_off_in_training_mode_with_adapters_too(tmp_path: Path) -> None:
@@ -163,10 +234,10 @@ def test_a_head_that_is_not_understood_falls_back_to_full_logits_with_a_notice(t
 
     model.forward = shifted
     policy = PolicyModel(model, sampling=PLAIN)
-    notice = check_agreement(policy, SEGMENTS)
-    assert notice is not None
+    (notice,) = choose_forward(policy, SEGMENTS)
     assert "full logits" in notice
     assert policy.full_logits
+    assert not policy.shares_prefix
     expected, _ = one_by_one(model, PLAIN)
     torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
 
@@ -175,8 +246,8 @@ def test_banned_stop_tokens_and_filters_do_not_spoil_the_comparison(tiny_model_f
     """The probe holds a stop token where `min_tokens` bans it: its log-probability would be -inf in both forms."""
     sampling = Sampling(stop_ids=(257, 11), max_tokens=8, min_tokens=4, top_k=3)
     policy = PolicyModel(load(tiny_model_folder), sampling=sampling)
-    assert check_agreement(policy, SEGMENTS) is None
-    assert not policy.full_logits
+    assert choose_forward(policy, SEGMENTS) == []
+    assert policy.shares_prefix
     assert policy.sampling == sampling
 
 
@@ -185,13 +256,12 @@ def test_a_model_that_gives_nan_is_refused(tiny_model_folder: Path) -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[8] = torch.nan
     with pytest.raises(ModelError, match=r"LlamaForCausalLM gives log-probabilities that are not numbers"):
-        check_agreement(PolicyModel(model, sampling=PLAIN), SEGMENTS)
+        choose_forward(PolicyModel(model, sampling=PLAIN), SEGMENTS)
 
 
-@pytest.mark.parametrize("full_logits", [False, True])
-def test_a_model_that_is_random_in_training_mode_is_refused(full_logits: bool, tmp_path: Path) -> None:
+def test_a_model_that_is_random_in_training_mode_is_refused(tmp_path: Path) -> None:
     model = load(build_tiny_model(tmp_path, attention_dropout=0.5)).train()
-    policy = PolicyModel(model, sampling=PLAIN, full_logits=full_logits)
+    policy = PolicyModel(model, sampling=PLAIN)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM is not deterministic in training mode: .* differ by"):
-        check_agreement(policy, SEGMENTS)
-    assert check_agreement(PolicyModel(model.eval(), sampling=PLAIN, full_logits=full_logits), SEGMENTS) is None
+        choose_forward(policy, SEGMENTS)
+    assert choose_forward(PolicyModel(model.eval(), sampling=PLAIN), SEGMENTS) == []

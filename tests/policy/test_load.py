@@ -167,6 +167,16 @@ def test_truncated_weights_are_one_line(tiny_model_folder: Path, tmp_path: Path)
     assert "\n" not in caught.value.message
 
 
+def test_a_config_of_wrong_types_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "large"}))
+    with pytest.raises(ModelError, match=r"cannot load model .*hidden_size.*large") as caught:
+        load_model(ModelSection(name_or_path="model"), folder=tmp_path)
+    assert "\n" not in caught.value.message
+
+
 def test_the_model_goes_to_its_device(tiny_model_folder: Path, tmp_path: Path) -> None:
     section = ModelSection(name_or_path=str(tiny_model_folder))
     model = load_model(section, folder=tmp_path, device=torch.device("meta"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from scoring_groups import STATE, group
+from scoring.scoring_groups import STATE, group
 
 from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Mean

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any, Literal
 
 import pytest
-from scoring_groups import STATE, group
+from scoring.scoring_groups import STATE, group
 
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.errors import Interrupted

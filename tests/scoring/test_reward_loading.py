@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from scoring_groups import STATE, group
+from scoring.scoring_groups import STATE, group
 from tiny_models import build_tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from scoring_groups import STATE, group
+from scoring.scoring_groups import STATE, group
 
 from grpo_cli.errors import CheckpointError, RewardError
 from grpo_cli.scoring.reward import make_reward

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from scoring_groups import STATE, group
+from scoring.scoring_groups import STATE, group
 
 from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Sum
@@ -59,7 +59,7 @@ def test_async_rewards_wait_together() -> None:
         await asyncio.wait_for(barrier.wait(), 10)
         return [1.0] * len(completions)
 
-    running = scorer(**dict.fromkeys("abc", meet))
+    running = scorer(a=meet, b=meet, c=meet)
     scores = running.score(GROUPS[:1], STATE)
     running.close()
     assert scores.groups[0].rewards.tolist() == [[1.0] * 3] * 2
