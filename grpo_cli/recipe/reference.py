@@ -77,24 +77,37 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return f"`{default}`" if isinstance(default, str) else f"`{json.dumps(default)}`"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check or renew the tables in a file; give the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_cli.recipe.reference", description="The README's tables of keys."
-    )
+def renew_table(name: str, content: str, *, module: str, arguments: Sequence[str] | None = None) -> int:
+    """Check or renew what stands between the markers of a name in a file: the command line of every generated table.
+
+    Args:
+        name: Of the markers.
+        content: What should stand there.
+        module: What the command is run as.
+        arguments: The command's; None: the process's.
+
+    Returns:
+        The exit code: 1 if the table is out of date.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"The README's table of {name}.")
     parser.add_argument("file", type=Path)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--check", action="store_true", help="fail if the tables are out of date")
-    mode.add_argument("--write", action="store_true", help="renew the tables")
+    mode.add_argument("--check", action="store_true", help="fail if the table is out of date")
+    mode.add_argument("--write", action="store_true", help="renew the table")
     options = parser.parse_args(arguments)
     before = options.file.read_text(encoding="utf-8")
-    after = replace_between_markers(before, "keys", key_table())
+    after = replace_between_markers(before, name, content)
     if options.write:
         options.file.write_text(after, encoding="utf-8")
     elif before != after:
-        sys.stderr.write(f"{options.file}: the tables of recipe keys are out of date; run with --write\n")
+        sys.stderr.write(f"{options.file}: the table of {name} is out of date; run with --write\n")
         return 1
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check or renew the tables of recipe keys in a file; give the exit code."""
+    return renew_table("keys", key_table(), module="grpo_cli.recipe.reference", arguments=arguments)
 
 
 if __name__ == "__main__":

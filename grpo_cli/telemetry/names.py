@@ -4,12 +4,10 @@ It orders the keys of metrics.jsonl and is the README's table. `python -m grpo_c
 table, `--check` fails if it is out of date.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 EVALUATION_PREFIX = "eval/"
 
@@ -106,25 +104,10 @@ def metric_table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check or renew the table in a file; give the exit code."""
-    from grpo_cli.recipe.reference import replace_between_markers  # noqa: PLC0415  only this command needs it
+    """Check or renew the table of metrics in a file; give the exit code."""
+    from grpo_cli.recipe.reference import renew_table  # noqa: PLC0415  only this command needs it
 
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_cli.telemetry.names", description="The README's table of metrics."
-    )
-    parser.add_argument("file", type=Path)
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--check", action="store_true", help="fail if the table is out of date")
-    mode.add_argument("--write", action="store_true", help="renew the table")
-    options = parser.parse_args(arguments)
-    before = options.file.read_text(encoding="utf-8")
-    after = replace_between_markers(before, "metrics", metric_table())
-    if options.write:
-        options.file.write_text(after, encoding="utf-8")
-    elif before != after:
-        sys.stderr.write(f"{options.file}: the table of metrics is out of date; run with --write\n")
-        return 1
-    return 0
+    return renew_table("metrics", metric_table(), module="grpo_cli.telemetry.names", arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_a_table_that_is_out_of_date_is_found_and_renewed(tmp_path: Path, capsys
     readme = tmp_path / "README.md"
     readme.write_text("<!-- keys:begin -->\nold\n<!-- keys:end -->\n")
     assert main([str(readme), "--check"]) == 1
-    assert capsys.readouterr().err == f"{readme}: the tables of recipe keys are out of date; run with --write\n"
+    assert capsys.readouterr().err == f"{readme}: the table of keys is out of date; run with --write\n"
     assert main([str(readme), "--write"]) == 0
     assert main([str(readme), "--check"]) == 0
     assert key_table() in readme.read_text()
