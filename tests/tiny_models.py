@@ -11,18 +11,37 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "granite",
+    "cohere",
+    "qwen3_moe",
+)
 SLIDING_WINDOW = 8
 """Window of the families that have one: shorter than most test prompts."""
 
@@ -33,6 +52,12 @@ _CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
+    "granite": GraniteConfig,
+    "cohere": CohereConfig,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 _SPECIALS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -45,6 +70,9 @@ _SPECIALS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "mistral": {"sliding_window": SLIDING_WINDOW},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 1.5},
+    "cohere": {"logit_scale": 0.3},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|endoftext|>")
