@@ -1,7 +1,7 @@
 """Groups become micro-batches under a token budget. The split changes speed and memory, never the gradient."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -116,6 +116,34 @@ def _segments(rows: Sequence[_Row], groups: Sequence[TrainingGroup]) -> tuple[Se
     return tuple(
         Segment(prompt_ids=groups[number].prompt_ids, completion_ids=tuple(completions))
         for number, completions in members
+    )
+
+
+def without_idle(
+    group: TrainingGroup, logps: PolicyLogps, *, zero_advantages_count: bool
+) -> tuple[TrainingGroup, PolicyLogps]:
+    """Leave out the completions of a group that cannot add to the gradient.
+
+    Those are the ones that are masked from the loss and, unless `zero_advantages_count`, those whose advantage is exactly 0:
+    every policy term has it as a factor.
+    """
+    kept = [
+        index
+        for index, advantage in enumerate(group.advantages.tolist())
+        if group.in_loss[index] and (zero_advantages_count or advantage != 0)
+    ]
+    if len(kept) == len(group.completion_ids):
+        return group, logps
+    smaller = replace(
+        group,
+        completion_ids=tuple(group.completion_ids[index] for index in kept),
+        behaviour_logps=tuple(group.behaviour_logps[index] for index in kept),
+        advantages=group.advantages[kept],
+        in_loss=(True,) * len(kept),
+    )
+    return smaller, PolicyLogps(
+        old=None if logps.old is None else tuple(logps.old[index] for index in kept),
+        reference=None if logps.reference is None else tuple(logps.reference[index] for index in kept),
     )
 
 

@@ -68,6 +68,7 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("epoch", "epochs", "per step", "Passes over the dataset so far."),
     MetricName("num_tokens", "tokens", "sum since the start", "Prompt and completion tokens generated so far; a prompt counts once per completion."),
     MetricName("tokens/useful", "tokens", "sum", "Tokens that the forward of this step needed."),
+    MetricName("tokens/skipped", "tokens", "sum", "Completion tokens that were not computed because they add nothing to the gradient: advantage 0, or masked."),
     MetricName("tokens/computed", "tokens", "sum", "Tokens that it computed, padding included."),
     MetricName("tokens_per_second", "tokens/s", "per step", "`tokens/useful` by `step_time`."),
     MetricName("step_time", "s", "per step", "Wall time of the whole step, generation included."),

@@ -137,8 +137,39 @@ def test_a_dropped_group_counts_nowhere(groups: list[TrainingGroup], tiny_model_
     without, _ = gradient(model, [groups[0], groups[2]], [first, last], settings, budget=10_000)
     assert all(torch.equal(value, without[name]) for name, value in with_it.items())
     nothing, metrics = gradient(model, [gone], [PolicyLogps()], settings, budget=100)
-    assert nothing == {}
-    assert metrics == {}
+    assert nothing
+    assert not any(value.any() for value in nothing.values())
+    assert metrics["loss"] == metrics["tokens/computed"] == 0
+
+
+@pytest.mark.parametrize("loss_type", get_args(RecipeLossType))
+@pytest.mark.parametrize(
+    ("changes", "skips"),
+    [({}, True), ({"off_policy_mask_threshold": 0.05}, True), ({"beta": 0.1}, False), ({"entropy_coef": 0.1}, False)],
+    ids=["plain", "off-policy", "kl", "entropy"],
+)
+def test_what_is_left_out_has_no_gradient(
+    loss_type: str,
+    changes: dict[str, float],
+    skips: bool,
+    groups: list[TrainingGroup],
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group without signal and a single completion of advantage 0, once left out and once computed."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float64)
+    flat = [replace(groups[0], advantages=torch.zeros(4)), groups[1], groups[2]]
+    flat[2].advantages[1] = 0.0
+    settings, logps = settings_of(loss_type, **changes), drifted(groups)
+    found, metrics = gradient(model, flat, logps, settings, budget=10_000)
+    masked = 2  # the completion of groups[1] that is not in the loss
+    assert metrics["tokens/skipped"] == masked + (3 + 5 + 1 + 7 + 1 if skips else 0)
+    monkeypatch.setattr("grpo_cli.engine.step.without_idle", lambda group, entry, **_: (group, entry))
+    expected, everything = gradient(model, flat, logps, settings, budget=10_000)
+    assert everything["tokens/skipped"] == 0
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert metrics["loss"] == pytest.approx(everything["loss"], rel=1e-5, abs=1e-7)
 
 
 def test_a_step_of_masked_completions_only_has_a_gradient_of_zero(
