@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -138,6 +139,27 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     other = build_optimizer(nn.Linear(4, 3, bias=False), section, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match="does not fit this recipe's model"):
         read_optimizer(other, tmp_path)
+
+
+@pytest.mark.parametrize("kind", get_args(get_type_hints(TrainSection)["lr_scheduler_type"]))
+def test_a_schedule_continued_anywhere_gives_the_same_rates(kind: Any) -> None:
+    section = TrainSection(learning_rate=0.013, lr_scheduler_type=kind, warmup_steps=0 if kind == "constant" else 3)
+    model, steps = nn.Linear(2, 2), 8
+
+    def rates(done: int) -> list[list[float]]:
+        optimizer = build_optimizer(model, section, device=torch.device("cpu"))
+        schedule = build_schedule(optimizer, section, total_steps=steps)
+        continue_schedule(schedule, optimizer, steps=done)
+        found = []
+        for _ in range(done, steps):
+            assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+            found.append([float(rate) for rate in schedule.get_last_lr()])
+            optimizer.step()
+            schedule.step()
+        return found
+
+    whole = rates(0)
+    assert all(rates(done) == whole[done:] for done in range(steps))
 
 
 def test_a_changed_learning_rate_is_the_one_that_counts_after_a_resume(tmp_path: Path) -> None:
