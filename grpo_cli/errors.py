@@ -7,7 +7,7 @@
     ├── RewardError             a reward function broke its contract                     exit 3
     ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
-    Interrupted                 SIGINT or SIGTERM; the state is saved                    exit 130 / 143
+    Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
 
 `Interrupted` is no `Exception`, as KeyboardInterrupt is none: a library or a reward function that survives every error of its own
 must not survive a request to stop. Everything else that is raised is a mistake of ours and shows its traceback.

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def main() -> None:
     """Run the command line; the exit code says what kind of error it was (see `grpo_cli.errors`)."""
     options = _Options()
     try:
-        app(with_resume_value(sys.argv[1:]), obj=options)
+        app(with_resume_value(_debug_first(sys.argv[1:])), obj=options)
     except (GrpoError, Interrupted) as error:
         if options.debug:
             traceback.print_exc()
@@ -68,6 +69,12 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _debug_first(arguments: Sequence[str]) -> list[str]:
+    """Move `--debug` to where the root command reads it: a person adds it at the end."""
+    others = [argument for argument in arguments if argument != "--debug"]
+    return others if len(others) == len(arguments) else ["--debug", *others]
 
 
 def _message(error: GrpoError | Interrupted) -> str:

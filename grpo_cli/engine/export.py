@@ -1,6 +1,7 @@
 """Write the run to disk: checkpoints and the final model, both with a plain Hugging Face folder in them."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def save_model_folder(stages: Stages, folder: Path) -> None:
     model: Any = stages.processes.unwrap(stages.policy).model
     model.save_pretrained(folder)
     stages.tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():  # safetensors writes for the owner's eyes only; a model is shared as any file is
+        path.chmod(path.stat().st_mode | (0o666 & ~_umask()))
+
+
+def _umask() -> int:
+    """Read the process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def save_final_model(stages: Stages, folder: Path) -> Path:

@@ -61,7 +61,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         with signals.interruptible():
             if output_dir.is_dir():
                 stack.enter_context(locked(output_dir))
-            resumed = find_resumed(recipe, output_dir, resume, lambda line: console.print(line, markup=False))
+            resumed = find_resumed(recipe, output_dir, resume, lambda line: _tell(console, line))
             if not resumed.continues and not recipe.train.overwrite_output_dir:
                 refuse_to_overwrite(output_dir)
             inputs = _load_inputs(loaded, output_dir, resumed, console)
@@ -95,7 +95,7 @@ def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, conso
     scorer.check_columns(prompts.first.row)
     held_out = load_held_out_prompts(recipe.eval.dataset, tokenizer, folder=folder, seed=seed)
     for line in (*loaded.notices, *prompts.lines, *held_out.lines):
-        console.print(line, markup=False, highlight=False)
+        _tell(console, line)
     return Inputs(
         recipe=recipe,
         folder=folder,
@@ -147,6 +147,10 @@ def _build_trainer(
     for notice in policy.notices:
         recorder.say(notice)
     print_plan(console, run_plan(inputs, stages, done_steps=state.step))
+    if state.step >= inputs.length.total_steps:
+        recorder.say(
+            f"{state.step} steps are done and the recipe asks for {inputs.length.total_steps}: nothing is left to train"
+        )
     settings = loop_settings(inputs.recipe, output_dir=inputs.output_dir, length=inputs.length)
     return Trainer(stages, settings, state, signals)
 
@@ -162,6 +166,11 @@ def _summary(trainer: Trainer, final: Path | None, *, seconds: float) -> RunSumm
         final_model=final,
         best_checkpoint=None if best is None else checkpoints.path(best.step),
     )
+
+
+def _tell(console: Console, line: str) -> None:
+    """Print a line as it is: text of a user's, and not broken at the width of a terminal that may not be there."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _quiet_libraries() -> None:

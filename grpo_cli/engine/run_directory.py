@@ -13,16 +13,17 @@ from grpo_cli.errors import CheckpointError
 NEWEST = "newest"
 """The value of `--resume` without a path."""
 
+_TRAINED = ("metrics.jsonl", "checkpoints", "final")
 _OWNED = ("recipe.yaml", "metrics.jsonl", "completions", "eval", "checkpoints", "final", "tensorboard")
 
 
 def refuse_to_overwrite(output_dir: Path) -> None:
-    """Check that no run is there already.
+    """Check that no run is there already; one that failed before its first step is none.
 
     Raises:
         CheckpointError: If one is.
     """
-    present = [name for name in _OWNED if (output_dir / name).exists()]
+    present = [name for name in _TRAINED if (output_dir / name).exists()]
     if present:
         raise CheckpointError(
             f"train.output_dir: {output_dir} already holds a run ({', '.join(present)})",

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: stop at once where nothing can be lost, and as soon as possible elsewhere."""
+"""SIGTERM, Ctrl-C and a closed terminal: stop at once where nothing can be lost, and as soon as possible elsewhere."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Self
 
 from grpo_cli.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
@@ -26,7 +26,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(

@@ -68,7 +68,7 @@ class Call:
         """
         try:
             returned = _waited_for(self._result)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise raised(self._reward.name, error) from error
         return Outcome(rewards=checked_rewards(self._reward.name, returned, self._groups), journal=self._journal)
 
@@ -82,7 +82,7 @@ class Call:
             returned = self._reward.function(**arguments)
             if inspect.isawaitable(returned):  # a plain function that passes a coroutine on
                 returned = _waited_for(loop.submit(_awaited(returned)))
-        except Exception as error:  # noqa: BLE001  whatever a user's function raises is explained by `outcome`
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a user's function raises is explained by `outcome`
             self._result.set_exception(error)
         else:
             self._result.set_result(returned)
@@ -92,6 +92,8 @@ class Call:
         started = time.perf_counter()
         try:
             return await self._reward.function(**arguments)
+        except SystemExit as error:  # it would end the event loop, and with it the rewards that are still running
+            raise RuntimeError(f"sys.exit({error.code!r})") from error
         finally:
             self._seconds = time.perf_counter() - started
 

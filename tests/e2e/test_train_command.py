@@ -102,6 +102,10 @@ def test_the_saved_recipe_repeats_the_run(finished: tuple[Experiment, str], tmp_
 
 def test_the_final_model_is_a_plain_folder(finished: tuple[Experiment, str]) -> None:
     experiment, _ = finished
+    mask = os.umask(0o022)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (experiment.output() / "final").iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes
     model = AutoModelForCausalLM.from_pretrained(experiment.output() / "final")
     tokenizer = AutoTokenizer.from_pretrained(experiment.output() / "final")
     ids = tokenizer("red ", return_tensors="pt").input_ids
@@ -169,7 +173,7 @@ def test_a_reward_that_raises_names_itself_and_loses_nothing(tiny_model_folder: 
     assert "Traceback" not in broken.stderr
     assert "stopped at step 3 of 6" in broken.stdout
     assert (experiment.output() / "checkpoints" / "step-000003").is_dir()
-    debug = grpo("--debug", "train", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]", "--resume")
+    debug = grpo("train", "--debug", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]", "--resume")
     assert "Traceback" in debug.stderr
     assert "ZeroDivisionError" in debug.stderr
 

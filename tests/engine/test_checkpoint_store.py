@@ -160,7 +160,8 @@ def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path)
 
 
 def test_only_what_a_run_wrote_is_refused_and_removed(tmp_path: Path) -> None:
-    refuse_to_overwrite(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("{}")
+    refuse_to_overwrite(tmp_path)  # it failed before its first step
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "notes.txt").write_text("mine")

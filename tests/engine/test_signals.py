@@ -13,12 +13,23 @@ from grpo_cli.engine.signals import StopSignals
 from grpo_cli.errors import Interrupted
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_raises_at_once_inside_interruptible_code(number: signal.Signals, exit_code: int) -> None:
     with StopSignals() as signals, pytest.raises(Interrupted) as caught, signals.interruptible():  # noqa: PT012
         os.kill(os.getpid(), number)
         pytest.fail("the signal came too late")
     assert caught.value.exit_code == exit_code
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """What `nohup grpo train ...` relies on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals, signals.interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signals.received is None
 
 
 def test_elsewhere_it_waits_for_the_next_interruptible_code() -> None:

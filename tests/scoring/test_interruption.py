@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import pytest
 from scoring.scoring_groups import STATE, group
 
 from grpo_cli.engine.signals import StopSignals
-from grpo_cli.errors import Interrupted
+from grpo_cli.errors import Interrupted, RewardError
 from grpo_cli.scoring.reward import make_reward
 from grpo_cli.scoring.runtime import RewardScorer
 
@@ -110,3 +111,19 @@ def test_a_coroutine_that_a_plain_function_passes_on_is_cancelled_by_a_signal() 
     with pytest.raises(Interrupted):
         _score(running)
     _scores_again(waiting, running)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reward_that_exits_ends_the_run_as_a_failure_of_its_own(asynchronous: bool) -> None:
+    """`sys.exit(0)` in a reward must not look like a run that is complete."""
+
+    def leaves(completions: list[str]) -> list[float]:
+        sys.exit(0)
+
+    async def leaves_later(completions: list[str]) -> list[float]:
+        sys.exit(0)
+
+    scorer = RewardScorer([make_reward("leaves", leaves_later if asynchronous else leaves)])
+    with pytest.raises(RewardError, match=r"reward function 'leaves' raised .*(SystemExit: 0|sys.exit\(0\))"):
+        _score(scorer)
+    scorer.close()
