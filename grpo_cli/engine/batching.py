@@ -7,6 +7,9 @@ import torch
 
 from grpo_cli.types import MicroBatch, PolicyLogps, Segment, StepTotals, TokenBatch, TrainingGroup
 
+ATTENTION_SLOTS_PER_TOKEN = 6
+"""Key and value slots that take as much memory as all activations of one token; measured on a Llama."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
@@ -69,8 +72,18 @@ def _padded_size(rows: Sequence[_Row]) -> int:
 
 
 def _packed_size(rows: Sequence[_Row]) -> int:
-    """Tokens of one row with every prompt once."""
-    return sum({row.group: row.prompt for row in rows}.values()) + sum(row.completion for row in rows)
+    """Tokens of one row with every prompt once, and what its attention keeps besides, in tokens.
+
+    The keys and values of the prompt are copied to each of its completions, which are filled up to the longest.
+    """
+    tokens = sum({row.group: row.prompt for row in rows}.values()) + sum(row.completion for row in rows)
+    by_group: dict[int, list[_Row]] = {}
+    for row in rows:
+        by_group.setdefault(row.group, []).append(row)
+    slots = sum(
+        len(members) * (members[0].prompt + max(row.completion for row in members)) for members in by_group.values()
+    )
+    return tokens + slots // ATTENTION_SLOTS_PER_TOKEN
 
 
 def _micro_batch(

@@ -112,7 +112,8 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         longest_prompt=inputs.prompts.longest,
         max_completion_length=max(recipe.generation.max_completion_length, recipe.eval.max_completion_length or 0),
     )
-    slower = choose_forward(policy, _probe(inputs.prompts.first))
+    with inputs.processes.autocast():
+        slower = choose_forward(policy, _probe(inputs.prompts.first))
     return LoadedPolicy(
         policy=policy,
         reference=_build_reference(inputs, policy),

@@ -78,8 +78,7 @@ def save_final_model(stages: Stages, folder: Path) -> Path:
         beside.rename(folder)
         flush_folder(folder.parent)
     except (OSError, SafetensorError) as error:
-        newest = stages.checkpoints.path(stages.checkpoints.steps()[-1])
-        raise CheckpointError(
-            f"cannot write the final model to {folder}: {error}", hint=f"it is also in {newest / MODEL_FOLDER}"
-        ) from error
+        steps = stages.checkpoints.steps()
+        hint = f"it is also in {stages.checkpoints.path(steps[-1]) / MODEL_FOLDER}" if steps else None
+        raise CheckpointError(f"cannot write the final model to {folder}: {error}", hint=hint) from error
     return folder

@@ -59,20 +59,23 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         with signals.interruptible():
-            if output_dir.is_dir():
+            exists = output_dir.is_dir()
+            if exists:
                 stack.enter_context(locked(output_dir))
             resumed = find_resumed(recipe, output_dir, resume, lambda line: _tell(console, line))
             if not resumed.continues and not recipe.train.overwrite_output_dir:
                 refuse_to_overwrite(output_dir)
             inputs = _load_inputs(loaded, output_dir, resumed, console)
             stack.callback(inputs.scorer.close)
-            policy = load_policy(inputs)
-        if not output_dir.is_dir():
+            recorder = _open_recorder(inputs, console)
+            stack.callback(recorder.close)
+            trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals)
+            stack.callback(trainer.stages.rollouts.close)
+        if not exists:
             stack.enter_context(locked(output_dir))
-        recorder = _prepare_directory(inputs, resumed, console)
-        stack.callback(recorder.close)
-        trainer = _build_trainer(inputs, policy, recorder, console, signals)
-        stack.callback(trainer.stages.rollouts.close)
+            refuse_to_overwrite(output_dir)  # another run may have come and gone while this one was loading
+        _take_directory(trainer, inputs, resumed)
+        print_plan(console, run_plan(inputs, trainer.stages, done_steps=trainer.state.step))
         final: Path | None = None
         try:
             final = trainer.run()
@@ -111,48 +114,52 @@ def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, conso
     )
 
 
-def _prepare_directory(inputs: Inputs, resumed: Resumed, console: Console) -> Recorder:
-    """Make the run directory this run's, and open what is written there."""
-    recipe, output_dir = inputs.recipe, inputs.output_dir
-    with disk_errors(output_dir):
-        if not resumed.continues:
-            remove_run(output_dir)
-        (output_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    recorder = Recorder(
-        output_dir=output_dir,
-        settings=recipe.logging,
+def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
+    """Make what the run is told to; it writes nothing before it is told something."""
+    return Recorder(
+        output_dir=inputs.output_dir,
+        settings=inputs.recipe.logging,
         view=open_view(console, inputs.length.total_steps),
         reward_names=inputs.scorer.names,
-        run_name=recipe.run_name,
-        recipe=dataclasses.asdict(recipe),
+        run_name=inputs.recipe.run_name,
+        recipe=dataclasses.asdict(inputs.recipe),
     )
-    step, evaluated = (0, False) if inputs.state is None else (inputs.state.step, inputs.state.evaluated)
-    if resumed.continues or inputs.state is not None:
-        recorder.resume_at(step, evaluated=evaluated)
-    return recorder
 
 
-def _build_trainer(
-    inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, console: Console, signals: StopSignals
-) -> Trainer:
+def _build_trainer(inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, signals: StopSignals) -> Trainer:
     """Build the stages, and put them where the checkpoint left them."""
+    recipe = inputs.recipe
     stages = build_stages(inputs, policy, recorder)
-    state = inputs.state
-    if state is None or inputs.checkpoint is None:
-        state = RunState(random=RandomState.capture())
-    else:
+    state = RunState(random=RandomState.capture())
+    if inputs.state is not None and inputs.checkpoint is not None:
+        state = inputs.state
         restore(stages, state, inputs.checkpoint)
-    stages.checkpoints.start_from(state.step, best=state.best)
+        best = state.best
+        if best is not None and (
+            best.metric != recipe.eval.best_metric or not stages.checkpoints.path(best.step).is_dir()
+        ):
+            state = dataclasses.replace(state, best=None)
     stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(state.step))
     for notice in policy.notices:
         recorder.say(notice)
-    print_plan(console, run_plan(inputs, stages, done_steps=state.step))
     if state.step >= inputs.length.total_steps:
         recorder.say(
             f"{state.step} steps are done and the recipe asks for {inputs.length.total_steps}: nothing is left to train"
         )
-    settings = loop_settings(inputs.recipe, output_dir=inputs.output_dir, length=inputs.length)
+    settings = loop_settings(recipe, output_dir=inputs.output_dir, length=inputs.length)
     return Trainer(stages, settings, state, signals)
+
+
+def _take_directory(trainer: Trainer, inputs: Inputs, resumed: Resumed) -> None:
+    """Make the run directory this run's. From here on, what an older run left there is gone."""
+    output_dir, state, stages = inputs.output_dir, trainer.state, trainer.stages
+    with disk_errors(output_dir):
+        if not resumed.continues:
+            remove_run(output_dir)
+        (output_dir / "recipe.yaml").write_text(dump_recipe(inputs.recipe), encoding="utf-8")
+    if resumed.continues or inputs.state is not None:
+        stages.recorder.resume_at(state.step, evaluated=state.evaluated)
+    stages.checkpoints.start_from(state.step, best=state.best)
 
 
 def _summary(trainer: Trainer, final: Path | None, *, seconds: float) -> RunSummary:

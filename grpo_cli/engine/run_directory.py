@@ -35,7 +35,7 @@ def remove_run(output_dir: Path) -> None:
     """Remove everything that a run wrote, and nothing else."""
     for name in _OWNED:
         path = output_dir / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

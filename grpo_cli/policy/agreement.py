@@ -4,6 +4,7 @@ The model itself is the padded row with the model's own logits. Compared with it
 applied to completion positions only, and prompts that are fed once for all their completions.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +53,10 @@ def choose_forward(policy: PolicyModel, segments: tuple[Segment, ...]) -> list[s
                 hint="set what is random in its forward (dropout, skipped layers, router noise) to 0 in its config.json",
             )
         policy.full_logits = False
-        difference = _difference(plain, _log_probabilities(policy, segments))
+        try:
+            difference = _difference(plain, _log_probabilities(policy, segments))
+        except (AttributeError, TypeError, RuntimeError):  # a model without the usual decoder and head
+            difference = math.inf
         if difference > limit:
             policy.full_logits = True
             notice = (
@@ -72,7 +76,12 @@ def _try_shared_prefix(policy: PolicyModel, segments: tuple[Segment, ...], plain
         return " ".join(str(error).split())
     try:
         difference = _difference(plain, _log_probabilities(policy, segments))
-    except (TypeError, ValueError, RuntimeError) as error:  # a model whose forward takes no layout, or no packed row
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a model whose forward takes no layout, or no packed row
         policy.feed_prompts_apart()
         return f"it takes no packed row ({type(error).__name__})"
     if difference <= limit:

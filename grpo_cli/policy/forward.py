@@ -15,6 +15,12 @@ from grpo_cli.policy.layout import Layout, packed_row, padded_rows
 from grpo_cli.types import Sampling, Segment, TokenStats
 
 
+def has_windows(config: Any) -> bool:
+    """Tell whether some layer of a model attends to a part of what is before only; a short probe could not show it."""
+    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return bool(layers or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
 class PolicyModel(nn.Module):
     """A causal language model whose forward gives token statistics.
 
@@ -47,6 +53,9 @@ class PolicyModel(nn.Module):
         implementation = self.model.config._attn_implementation  # noqa: SLF001  there is no public name
         if implementation not in {"sdpa", shared_prefix.NAME}:
             raise ValueError(f"its attention is {implementation}")
+        config = self.model.config.get_text_config()
+        if has_windows(config) and config.model_type not in shared_prefix.WINDOWED_FAMILIES:
+            raise ValueError("its layers do not all attend to everything before")
         self.model.set_attn_implementation(shared_prefix.NAME)
         self.shares_prefix = True
 

@@ -20,6 +20,9 @@ from grpo_cli.policy.layout import SharedPrefix
 # Transformers would look for a kernel on the hub if "flash" or a slash were in the name.
 NAME = "grpo_shared_prefix"
 
+WINDOWED_FAMILIES = frozenset({"gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3"})
+"""Model types whose sliding windows reach the attention function as an argument, as their masks say; each has a test."""
+
 
 def shared_prefix_attention(
     module: nn.Module,

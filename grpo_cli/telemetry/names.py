@@ -40,7 +40,7 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("policy_loss", "loss", "sum over micro-batches", "The objective without the entropy bonus. Only with `grpo.entropy_coef`."),
     MetricName("grad_norm", "norm", "per step", "Norm of the gradient before clipping."),
     MetricName("learning_rate", "", "per step", "Learning rate that the step was made with."),
-    MetricName("entropy", "nats", "mean over tokens", "Entropy of the policy's next-token distribution at the sampled tokens. A collapse to 0 ends exploration."),
+    MetricName("entropy", "nats", "mean over tokens", "Entropy of the policy's next-token distribution at the sampled tokens. A collapse to 0 ends exploration. This and the next ones are over the tokens that were computed: see `tokens/skipped`."),
     MetricName("entropy_coef", "", "per step", "Weight of the entropy bonus. Only with `grpo.entropy_coef`."),
     MetricName("kl", "nats", "mean over tokens", "Estimated divergence from the reference model (k3). Only with `grpo.beta` above 0."),
     MetricName("clip_ratio/region_mean", "share", "mean over tokens", "Tokens whose gradient the clip stops, on either side (sequences instead of tokens with sequence-level ratios)."),

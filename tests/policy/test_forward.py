@@ -7,13 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, build_tiny_model
-from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, GraniteConfig, MambaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, GraniteConfig, MambaConfig, Qwen2MoeConfig
 
 from grpo_cli.distribution import filter_logits
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.agreement import choose_forward
-from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.forward import PolicyModel, has_windows
 from grpo_cli.policy.load import disable_dropout
+from grpo_cli.policy.shared_prefix import WINDOWED_FAMILIES
 from grpo_cli.types import Sampling, Segment
 
 PLAIN = Sampling(stop_ids=(257,), max_tokens=8)
@@ -185,6 +186,46 @@ def test_models_whose_tokens_mix_in_other_ways_are_fed_prompts_apart(config: Any
     assert "prompts are fed once per completion" in notice
     expected, _ = one_by_one(policy.model, PLAIN)
     torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_windows_shorter_than_a_completion_hold_in_a_packed_row(family: str, tmp_path: Path) -> None:
+    """Every family whose windows are trusted, with a window that both prompts and completions are longer than."""
+    window: dict[str, Any] = {"sliding_window": 3}
+    if family.startswith("qwen"):
+        window |= {"use_sliding_window": True, "max_window_layers": 1}
+    model = load(build_tiny_model(tmp_path, family, **window))
+    assert has_windows(model.config)
+    assert model.config.model_type in WINDOWED_FAMILIES
+    policy = PolicyModel(model, sampling=PLAIN)
+    assert choose_forward(policy, SEGMENTS) == []
+    expected, _ = one_by_one(model, PLAIN)
+    torch.testing.assert_close(policy(SEGMENTS).logps, expected, rtol=1e-4, atol=1e-4)
+    without = load(build_tiny_model(tmp_path / "without", family, **{**window, "sliding_window": 100}))
+    assert (one_by_one(without, PLAIN)[0] - expected).abs().max() > 1e-3  # the window matters here
+
+
+def test_windows_of_other_families_are_not_trusted_however_well_a_short_probe_agrees() -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=300,
+        max_window_layers=1,
+    )
+    torch.manual_seed(0)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(config), sampling=PLAIN)
+    (notice,) = choose_forward(policy, SEGMENTS)
+    assert notice.endswith("in padded rows: its layers do not all attend to everything before")
+    assert not policy.shares_prefix
 
 
 def test_the_saved_model_does_not_know_of_the_shared_prefix(tiny_model_folder: Path, tmp_path: Path) -> None:
