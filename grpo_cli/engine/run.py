@@ -81,7 +81,8 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
             final = trainer.run()
             return final
         finally:
-            recorder.finish(_summary(trainer, final, seconds=time.monotonic() - began))
+            if trainer.state.step > 0:  # before that there is nothing to sum up: the error says it all
+                recorder.finish(_summary(trainer, final, seconds=time.monotonic() - began))
 
 
 def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, console: Console) -> Inputs:
