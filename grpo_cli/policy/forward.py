@@ -74,12 +74,14 @@ class PolicyModel(nn.Module):
         Returns:
             Statistics in the order of the segments' completion tokens.
         """
-        layout = (packed_row if self.shares_prefix else padded_rows)(segments).to(next(self.model.parameters()).device)
+        layout = (packed_row if self.shares_prefix else padded_rows)(segments)
+        useful = int(layout.attention_mask.sum())  # before it moves: asking a device would wait for it
+        layout = layout.to(next(self.model.parameters()).device)
         logps, entropies = self._statistics(layout, entropy_grad=entropy_grad)
         return TokenStats(
             logps=logps,
             entropies=entropies,
-            tokens_useful=int(layout.attention_mask.sum()),
+            tokens_useful=useful,
             tokens_computed=layout.ids.numel(),
         )
 
