@@ -17,16 +17,14 @@ class SharedPrefix:
     """A prompt in a packed row, and the completions that attend to it and to themselves.
 
     Attributes:
-        start: Where the prompt begins in the row.
+        start: Where the prompt's keys begin.
         length: P.
-        places: int64 [G, W], where the tokens of each completion stand in the row; filled up with the completion's first place.
-        present: bool [G, W], False where it is filled up.
+        completions: First place and number of the fed tokens of each completion; those that feed none are left out.
     """
 
     start: int
     length: int
-    places: Tensor
-    present: Tensor
+    completions: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +34,7 @@ class Layout:
     Attributes:
         ids: int64 [N, T].
         positions: int64 [N, T], position of each token in its own sequence.
-        attention_mask: int64 [N, T]; 0: padding.
+        multiplicity: int64 [N, T], how many sequences a token stands for; 0: padding.
         row, column: int64 [C], the place whose hidden state predicts each completion token.
         targets: int64 [C], the completion tokens.
         target_positions: int64 [C], their index within their completion.
@@ -45,7 +43,7 @@ class Layout:
 
     ids: Tensor
     positions: Tensor
-    attention_mask: Tensor
+    multiplicity: Tensor
     row: Tensor
     column: Tensor
     targets: Tensor
@@ -54,13 +52,8 @@ class Layout:
 
     def to(self, device: torch.device) -> "Layout":
         """Move everything to a device."""
-        names = ("ids", "positions", "attention_mask", "row", "column", "targets", "target_positions")
-        moved = {name: getattr(self, name).to(device) for name in names}
-        prefixes = tuple(
-            replace(prefix, places=prefix.places.to(device), present=prefix.present.to(device))
-            for prefix in self.prefixes
-        )
-        return replace(self, prefixes=prefixes, **moved)
+        names = ("ids", "positions", "multiplicity", "row", "column", "targets", "target_positions")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def padded_rows(segments: tuple[Segment, ...]) -> Layout:
@@ -68,18 +61,18 @@ def padded_rows(segments: tuple[Segment, ...]) -> Layout:
     pairs = list(_pairs(segments))
     width = max(len(prompt) + len(completion) - 1 for prompt, completion in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(ids)
+    multiplicity = torch.zeros_like(ids)
     row, column = [], []
     for index, (prompt, completion) in enumerate(pairs):
         length = len(prompt) + len(completion) - 1
         ids[index, :length] = torch.tensor((prompt + completion)[:-1])
-        attention_mask[index, :length] = 1
+        multiplicity[index, :length] = 1
         row.append(torch.full((len(completion),), index))
         column.append(torch.arange(len(prompt) - 1, length))
     return Layout(
         ids=ids,
         positions=torch.arange(width).expand_as(ids),
-        attention_mask=attention_mask,
+        multiplicity=multiplicity,
         row=torch.cat(row),
         column=torch.cat(column),
         targets=_targets(segments),
@@ -93,45 +86,73 @@ def packed_row(segments: tuple[Segment, ...]) -> Layout:
     The positions of every completion continue those of its prompt. The prompt's last token predicts the first token of each
     of them, so nothing is fed twice.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    column: list[Tensor] = []
-    prefixes = []
+    row = _Row()
     for segment in segments:
-        start, length = len(ids), len(segment.prompt_ids)
-        ids += segment.prompt_ids
-        positions += range(length)
+        start = len(row.ids)
+        row.feed(segment.prompt_ids, first_position=0, multiplicity=len(segment.completion_ids))
+        row.complete(segment, prompt_start=start, prompt_end=start + len(segment.prompt_ids) - 1)
+    return row.layout(segments)
+
+
+def completions_row(segment: Segment) -> Layout:
+    """The completions of a prompt without the prompt, whose keys and values were computed before (see `SplitPrompt`).
+
+    The states that predict first tokens are the prompt's last: place -1 of the row stands for it in `column`. In the places of
+    `prefixes` the prompt's P keys come first.
+    """
+    row = _Row()
+    row.complete(segment, prompt_start=0, prompt_end=-1, keys_before=len(segment.prompt_ids))
+    return row.layout((segment,))
+
+
+class _Row:
+    """A packed row while it grows."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.multiplicity: list[int] = []
+        self.columns: list[Tensor] = []
+        self.prefixes: list[SharedPrefix] = []
+
+    def feed(self, ids: tuple[int, ...], *, first_position: int, multiplicity: int) -> None:
+        """Append tokens."""
+        self.ids += ids
+        self.multiplicity += [multiplicity] * len(ids)
+        self.positions += range(first_position, first_position + len(ids))
+
+    def complete(self, segment: Segment, *, prompt_start: int, prompt_end: int, keys_before: int = 0) -> None:
+        """Append the completions of a prompt.
+
+        Args:
+            segment: The prompt and its completions.
+            prompt_start: Place of the prompt's first key.
+            prompt_end: Place of the state that predicts first tokens.
+            keys_before: Keys that are not in the row but stand before it.
+        """
+        length = len(segment.prompt_ids)
         spans = []
         for completion in segment.completion_ids:
-            fed = len(completion) - 1
-            spans.append(torch.arange(len(ids), len(ids) + fed))
-            column += [torch.tensor([start + length - 1]), spans[-1]]
-            ids += completion[:-1]
-            positions += range(length, length + fed)
-        prefixes.append(_shared_prefix(start, length, spans))
-    columns = torch.cat(column)
-    return Layout(
-        ids=torch.tensor([ids]),
-        positions=torch.tensor([positions]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        row=torch.zeros_like(columns),
-        column=columns,
-        targets=_targets(segments),
-        target_positions=_target_positions(segments),
-        prefixes=tuple(prefixes),
-    )
+            first, fed = len(self.ids), len(completion) - 1
+            self.columns += [torch.tensor([prompt_end]), torch.arange(first, first + fed)]
+            self.feed(completion[:-1], first_position=length, multiplicity=1)
+            if fed:
+                spans.append((first + keys_before, fed))
+        self.prefixes.append(SharedPrefix(start=prompt_start, length=length, completions=tuple(spans)))
 
-
-def _shared_prefix(start: int, length: int, spans: list[Tensor]) -> SharedPrefix:
-    """Describe the attention of a prompt and its completions; those that feed no token need none."""
-    spans = [span for span in spans if len(span)]
-    if not spans:
-        nowhere = torch.empty(0, 0, dtype=torch.long)
-        return SharedPrefix(start=start, length=length, places=nowhere, present=nowhere.bool())
-    width = max(len(span) for span in spans)
-    places = torch.stack([torch.cat([span, span[:1].expand(width - len(span))]) for span in spans])
-    present = torch.stack([torch.arange(width) < len(span) for span in spans])
-    return SharedPrefix(start=start, length=length, places=places, present=present)
+    def layout(self, segments: tuple[Segment, ...]) -> Layout:
+        """Close the row."""
+        column = torch.cat(self.columns)
+        return Layout(
+            ids=torch.tensor([self.ids], dtype=torch.long),
+            positions=torch.tensor([self.positions], dtype=torch.long),
+            multiplicity=torch.tensor([self.multiplicity], dtype=torch.long),
+            row=torch.zeros_like(column),
+            column=column,
+            targets=_targets(segments),
+            target_positions=_target_positions(segments),
+            prefixes=tuple(self.prefixes),
+        )
 
 
 def _pairs(segments: tuple[Segment, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

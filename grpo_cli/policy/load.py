@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from grpo_cli.errors import ModelError
+from grpo_cli.onednn import speed_up_linears
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
 
@@ -26,7 +27,7 @@ DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdro
 def load_model(section: ModelSection, *, folder: Path, device: torch.device | str = "cpu") -> Any:
     """Load the causal language model that a recipe names.
 
-    Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can
+    Attention with bounded scores is eager where `sdpa` is asked for (see `caps_attention`). Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can
     be saved (see `repair_generation_config`).
 
     Args:
@@ -56,9 +57,17 @@ def load_model(section: ModelSection, *, folder: Path, device: torch.device | st
             f"model.dtype: {section.name_or_path} has float16 weights, whose gradients underflow in training",
             hint="set model.dtype to float32 (with train.bf16 to compute in bfloat16) or to bfloat16",
         )
+    if section.attn_implementation == "sdpa" and caps_attention(model.config):
+        model.set_attn_implementation("eager")
     disable_dropout(model)
     repair_generation_config(model)
+    speed_up_linears(model)
     return model.train()
+
+
+def caps_attention(config: Any) -> bool:
+    """Tell whether a model bounds its attention scores (Gemma 2): scaled-dot-product attention would silently leave that out."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:

@@ -1,108 +1,221 @@
 """Attention in which the completions of a group share their prompt, as an attention function that transformers models call.
 
-No model code is touched: the function is registered under a name of its own and the layout of the packed row travels to it as
-a keyword argument. Without a layout it is transformers' own scaled-dot-product attention, so that one setting of the model
-serves the training forward, the padded forward and generation.
+No model code is touched: the function is registered under names of its own and the packed row travels to it as a keyword
+argument. Without a packed row it is the attention that the model was loaded with, so that one setting of the model serves the
+training forward, the padded forward and generation.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.policy.layout import SharedPrefix
+from grpo_cli.policy.split_prompt import SplitPrompt
+from grpo_cli.policy.two_part import RowBlocks, two_part_attention
 
-# Transformers would look for a kernel on the hub if "flash" or a slash were in the name.
-NAME = "grpo_shared_prefix"
+# Transformers would look for a kernel on the hub if "flash" or a slash were in a name.
+NAMES = {
+    "sdpa": "grpo_shared_prefix",
+    "eager": "grpo_shared_prefix_eager",
+    "flex_attention": "grpo_shared_prefix_flex",
+    "flash_attention_2": "grpo_shared_prefix_fa2",
+    "flash_attention_3": "grpo_shared_prefix_fa3",
+}
+"""What a model is set to, by what it was loaded with."""
 
 WINDOWED_FAMILIES = frozenset({"gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3"})
 """Model types whose sliding windows reach the attention function as an argument, as their masks say; each has a test."""
 
+_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_router_logits", "layer_idx"})
+"""Arguments that change nothing about a packed row's attention; dropout is 0 (see `load.disable_dropout`)."""
+
+
+class PackedRow:
+    """A packed row as its attention sees it, the same for all layers of one forward.
+
+    Args:
+        prefixes: The layout.
+        device: Where the row is.
+        records: Keeps the keys and values of the one prompt that this row consists of.
+        continues: Has the keys and values of the one prompt that the row's completions belong to.
+    """
+
+    def __init__(
+        self,
+        prefixes: tuple[SharedPrefix, ...],
+        device: torch.device,
+        *,
+        records: SplitPrompt | None = None,
+        continues: SplitPrompt | None = None,
+    ) -> None:
+        self.prefixes = prefixes
+        self.records = records
+        self.continues = continues
+        self.keys_before = 0 if continues is None else len(continues.ids)
+        self.blocks = RowBlocks.of(prefixes, keys_before=self.keys_before)
+        self.longest = max(
+            prefix.length + max((length for _, length in prefix.completions), default=0) for prefix in prefixes
+        )
+        self._device = device
+        self._places: dict[SharedPrefix, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def places(self, prefix: SharedPrefix) -> tuple[Tensor, Tensor]:
+        """Where a group's fed completion tokens stand, as a rectangle.
+
+        Returns:
+            places: int64 [G, W], filled up at the end of each row with the completion's first place.
+            present: bool [G, W], False where it is filled up.
+        """
+        if prefix not in self._places:
+            starts, lengths = (torch.tensor(numbers) for numbers in zip(*prefix.completions, strict=True))
+            offsets = torch.arange(int(lengths.max()))
+            present = offsets < lengths[:, None]
+            places = starts[:, None] + offsets * present
+            self._places[prefix] = (places.to(self._device), present.to(self._device))
+        return self._places[prefix]
+
+    def mask(self, before: int, width: int, window: int | None) -> Tensor:
+        """Bool [width, before + width]: what each of `width` tokens sees of those before and of its own."""
+        key = (before, width, window)
+        if key not in self._masks:
+            mask = torch.ones(width, before + width, dtype=torch.bool, device=self._device).tril(before)
+            self._masks[key] = mask if window is None else mask.triu(before - window + 1)
+        return self._masks[key]
+
 
 def shared_prefix_attention(
+    plain: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    packed: PackedRow | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    prefixes: Sequence[SharedPrefix] = (),
+    softcap: float | None = None,
     **arguments: Any,
-) -> tuple[Tensor, None]:
-    """Attend as the layout of a packed row says: prompts to themselves, completions to their prompt and to themselves.
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as a packed row says: prompts to themselves, completions to their prompt and to themselves.
 
     The same numbers as feeding every completion with its own copy of the prompt; gradients of all completions flow into the
     one prompt.
 
     Args:
+        plain: The attention of a row that is not packed.
         module: The attention layer.
         query: float [1, H, T, D], rotated.
         key: float [1, K, T, D], with K dividing H (grouped queries).
         value: float [1, K, T, D].
-        attention_mask: Used only without a layout.
+        attention_mask: Used only without a packed row.
+        packed: The row; None: plain attention.
         scaling: Of the scores.
         sliding_window: Tokens that a token sees, itself included; None: all before it.
-        prefixes: The layout; empty: plain attention.
+        softcap: Bounds the scores: softcap * tanh(scores / softcap) (Gemma 2).
         **arguments: What else transformers passes.
 
     Returns:
-        float [1, T, H, D], and None for the attention weights.
+        float [1, T, H, D], and attention weights where plain attention gives them.
+
+    Raises:
+        ValueError: If the layer asks for something that a packed row does not know.
     """
-    if not prefixes:
-        output: tuple[Tensor, None] = sdpa_attention_forward(
+    if packed is None:
+        if softcap is not None:
+            arguments["softcap"] = softcap
+        return plain(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **arguments
         )
-        return output
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (states.repeat_interleave(repeats, dim=1) if repeats > 1 else states for states in (key, value))
-    parts = []
-    for prefix in prefixes:
-        prompt = slice(prefix.start, prefix.start + prefix.length)
-        own_key, own_value = key[:, :, prompt], value[:, :, prompt]
-        mask = _causal_mask(0, prefix.length, sliding_window, query.device)
-        parts.append(
-            scaled_dot_product_attention(query[:, :, prompt], own_key, own_value, attn_mask=mask, scale=scaling)[0]
-        )
-        if prefix.places.numel():
-            parts.append(_completions(prefix, query, key, value, scaling, sliding_window))
-    return torch.cat(parts, dim=1).transpose(0, 1)[None].contiguous(), None
+    unknown = [name for name, argument in arguments.items() if name not in _HARMLESS and argument is not None]
+    if unknown:
+        raise ValueError(f"its attention takes {unknown[0]}")
+    if packed.records is not None:
+        packed.records.record(_layer(module), key, value)
+    if packed.continues is not None:
+        key, value = packed.continues.before(_layer(module), key, value)
+    window = None if sliding_window is None or sliding_window >= packed.longest else sliding_window
+    if query.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]:
+        return two_part_attention(query, key, value, packed.blocks, scaling).transpose(1, 2), None
+    return _gathered_attention(packed, query, key, value, scaling, window, softcap), None
 
 
-def _completions(
-    prefix: SharedPrefix, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+def _layer(module: nn.Module) -> int:
+    """Tell which layer an attention module belongs to."""
+    layer: Any = module.layer_idx
+    return int(layer)
+
+
+def _gathered_attention(
+    packed: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Attention of a group's completions, all at once: [H, tokens, D].
+    """Attend with masks, each group's completions at once as a rectangle: [1, T, H, D].
 
     Shorter completions are filled up at the end, where causality keeps what is filled in from all real tokens.
     """
-    count, width = prefix.places.shape
-    prompt = slice(prefix.start, prefix.start + prefix.length)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(repeats, dim=1) if repeats > 1 else states for states in (key, value))
+    before = packed.keys_before
+    parts = []
+    for prefix in packed.prefixes:
+        prompt = slice(prefix.start, prefix.start + prefix.length)
+        own_key, own_value = key[:, :, prompt], value[:, :, prompt]
+        if not before:
+            mask = packed.mask(0, prefix.length, window)
+            parts.append(_masked_attention(query[:, :, prompt], own_key, own_value, mask, scaling, softcap)[0])
+        if not prefix.completions:
+            continue
+        places, present = packed.places(prefix)
+        count, width = places.shape
+        queries = query[0][:, places - before].transpose(0, 1)
+        keys, values = (
+            torch.cat([own.expand(count, -1, -1, -1), states[0][:, places].transpose(0, 1)], dim=2)
+            for own, states in ((own_key, key), (own_value, value))
+        )
+        mask = packed.mask(prefix.length, width, window)
+        output = _masked_attention(queries, keys, values, mask, scaling, softcap)
+        parts.append(output.transpose(0, 1)[:, present])
+    return torch.cat(parts, dim=1).transpose(0, 1)[None].contiguous()
 
-    def gathered(states: Tensor) -> Tensor:
-        return states[0][:, prefix.places].transpose(0, 1)
 
-    def with_prompt(states: Tensor) -> Tensor:
-        return torch.cat([states[:, :, prompt].expand(count, -1, -1, -1), gathered(states)], dim=2)
-
-    mask = _causal_mask(prefix.length, width, sliding_window, query.device)
-    output = scaled_dot_product_attention(
-        gathered(query), with_prompt(key), with_prompt(value), attn_mask=mask, scale=scaling
-    )
-    return output.transpose(0, 1)[:, prefix.present]
-
-
-def _causal_mask(before: int, width: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Bool [width, before + width]: what each of `width` tokens sees of those before and of its own."""
-    mask = torch.ones(width, before + width, dtype=torch.bool, device=device).tril(before)
-    return mask if sliding_window is None else mask.triu(before - sliding_window + 1)
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """Attention of [B, H, T, D] queries with a bool mask [.., T, S]; None: all see all."""
+    if softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh((query @ key.transpose(-2, -1)) * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-AttentionInterface.register(NAME, shared_prefix_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def _plain(implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Find the attention that transformers calls for an implementation; eager attention is each model file's own."""
+
+    def attention(module: nn.Module, *states: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        call = AttentionInterface().get_interface(implementation, eager)
+        output: tuple[Tensor, Tensor | None] = call(module, *states, **arguments)
+        return output
+
+    return attention
+
+
+for _implementation, _name in NAMES.items():
+    AttentionInterface.register(_name, partial(shared_prefix_attention, _plain(_implementation)))
+    AttentionMaskInterface.register(_name, AttentionMaskInterface()[_implementation])

@@ -1,0 +1,52 @@
+"""The matrix products of a language-model head, summed in float32 or better whatever the precision of the factors.
+
+Letters: c rows, H hidden size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from grpo_cli import onednn
+
+
+def sum_dtype(value: Tensor) -> torch.dtype:
+    """Precision of logits, and of sums over tokens."""
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Precision of the factors of matrix products.
+
+    Only CUDA multiplies half-precision factors into float32 sums. Elsewhere they are converted first, which on most CPUs is
+    faster besides.
+    """
+    device = hidden.device.type
+    if device != "cuda":
+        return sum_dtype(weight)
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else torch.promote_types(hidden.dtype, weight.dtype)
+    )
+
+
+def project(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
+    """Write a linear layer's outputs for rows [c, H] into `out` [c, V], and return it."""
+    if onednn.multiplies(rows, weight):
+        out.copy_(onednn.product(rows, weight))
+    elif rows.dtype == out.dtype:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
+    """Add left @ right to a sum that may be of higher precision than they are."""
+    if onednn.multiplies(left, right):
+        to.add_(onednn.product(left, right.t()))
+    elif left.dtype == to.dtype:
+        to.addmm_(left, right)
+    else:
+        # Before torch 2.10 addmm takes no sum of another precision than its factors.
+        to.add_(torch.mm(left, right, out_dtype=to.dtype))
