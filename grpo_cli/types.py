@@ -165,6 +165,8 @@ class TrainingGroup:
 class PolicyLogps:
     """Log-probabilities that are computed once per rollout window and kept beside its training groups.
 
+    Those of completions that add nothing to the gradient are not computed: zeros stand in their places, and are never read.
+
     Attributes:
         old: G tensors, float32 [L], under the weights that sampled; None where the ratio is 1 by construction.
         reference: G tensors, float32 [L], under the reference model; None with `beta: 0`.
@@ -208,10 +210,17 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward and backward: segments for the policy, tokens for the objective, in the same order."""
+    """One forward and backward: segments for the policy, tokens for the objective, in the same order.
+
+    Attributes:
+        segments: Prompts with completions.
+        tokens: Their completion tokens.
+        goes_on: Whether the next micro-batch has more completions of the one prompt of this one, which is to be fed once for both.
+    """
 
     segments: tuple[Segment, ...]
     tokens: TokenBatch
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,19 +232,20 @@ class StepTotals:
     Attributes:
         completion_tokens: Tokens whose loss_mask is set.
         sequences: Sampled completions, masked ones included.
-        local_tokens, local_sequences: The same over this process alone (`bnpo` normalises by its share).
+        local_tokens: Those of this process alone (`bnpo` normalises by its share).
         processes: Number of processes.
         entropy_threshold: With `top_entropy_quantile` below 1: tokens of lower entropy take no part in the policy term.
         entropy_tokens: Tokens at or above the threshold; equals completion_tokens without one.
+        router_tokens: Prompt and completion tokens that the load-balancing losses of the micro-batches are means over.
     """
 
     completion_tokens: float
     sequences: float
     local_tokens: float
-    local_sequences: float
     processes: int = 1
     entropy_threshold: float | None = None
     entropy_tokens: float
+    router_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,12 +257,16 @@ class TokenStats:
         entropies: float32 [C]; differentiable only if the entropy bonus asks for it.
         tokens_useful: Tokens that carry information, each prompt counted as often as it was fed.
         tokens_computed: Tokens that went through the model, padding included.
+        router_loss: Scalar, the load-balancing loss of a mixture of experts, if it was asked for.
+        router_tokens: Tokens that it is a mean over, a shared prompt counted for each of its completions.
     """
 
     logps: Tensor
     entropies: Tensor
     tokens_useful: int
     tokens_computed: int
+    router_loss: Tensor | None = None
+    router_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,27 +9,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.memory import automatic_micro_batch_tokens
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
 from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
 from grpo_cli.policy.agreement import choose_forward
+from grpo_cli.policy.checkpointing import set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.reference import ReferenceModel
-from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe
+from grpo_cli.policy.router import router_coefficient
+from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, TrainSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
@@ -77,12 +83,14 @@ class LoadedPolicy:
         policy: On its device.
         reference: The reference of the KL term, if there is one.
         sampling: How training completions are drawn.
+        router_aux_loss_coef: Weight of the load-balancing loss; 0 for a model without routers.
         notices: What to tell a person about the model.
     """
 
     policy: PolicyModel
     reference: ReferenceModel | None
     sampling: Sampling
+    router_aux_loss_coef: float
     notices: Sequence[str]
 
 
@@ -98,8 +106,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         trained = str((inputs.checkpoint / MODEL_FOLDER).resolve())
         section = dataclasses.replace(section, name_or_path=trained, revision=None)
     model = load_model(section, folder=inputs.folder, device=inputs.processes.device)
-    if recipe.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_checkpointing(model, recipe.train.gradient_checkpointing)
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
@@ -113,11 +120,12 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         max_completion_length=max(recipe.generation.max_completion_length, recipe.eval.max_completion_length or 0),
     )
     with inputs.processes.autocast():
-        slower = choose_forward(policy, _probe(inputs.prompts.first))
+        slower = choose_forward(policy, _probe(inputs.prompts.first), share_prefix=section.share_prefix)
     return LoadedPolicy(
         policy=policy,
         reference=_build_reference(inputs, policy),
         sampling=sampling,
+        router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
         notices=slower if misfit is None else [misfit, *slower],
     )
 
@@ -149,8 +157,10 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
         advantage_settings=advantage_settings,
         gradients=GradientPass(
             processes=processes,
-            settings=objective_settings(recipe.grpo, recipe.generation),
-            micro_batch_tokens=recipe.train.micro_batch_tokens,
+            settings=objective_settings(
+                recipe.grpo, recipe.generation, router_aux_loss_coef=loaded.router_aux_loss_coef
+            ),
+            budget=_token_budget(recipe.train, loaded.policy, recorder, processes.device),
             shares_prefix=loaded.policy.shares_prefix,
         ),
         policy=prepared,
@@ -165,8 +175,17 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
     )
 
 
-def objective_settings(grpo: GrpoSection, generation: GenerationSection) -> ObjectiveSettings:
-    """Read the objective out of the recipe's sections; the names are the same."""
+def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, device: torch.device) -> TokenBudget:
+    """Take the budget that the recipe asks for, or find one; all models are on the device by now."""
+    asked = train.micro_batch_tokens
+    tokens = automatic_micro_batch_tokens(policy, train=train, device=device) if asked is None else asked
+    return TokenBudget(tokens, asked=asked, device=device, say=recorder.say)
+
+
+def objective_settings(
+    grpo: GrpoSection, generation: GenerationSection, *, router_aux_loss_coef: float
+) -> ObjectiveSettings:
+    """Read the objective out of the recipe's sections; the names are the same. One default depends on the model."""
     names = {field.name for field in dataclasses.fields(ObjectiveSettings)}
     values = {name: value for name, value in vars(grpo).items() if name in names}
     values |= {
@@ -174,6 +193,7 @@ def objective_settings(grpo: GrpoSection, generation: GenerationSection) -> Obje
         "importance_sampling_level": RatioLevel(grpo.importance_sampling_level),
         "epsilon_high": grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
         "max_completion_length": generation.max_completion_length,
+        "router_aux_loss_coef": router_aux_loss_coef,
     }
     return ObjectiveSettings(**values)
 

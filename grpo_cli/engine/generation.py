@@ -132,8 +132,13 @@ def check_logged(metrics: Metrics) -> None:
 
 
 def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
-    """Compute old log-probabilities if a later step needs them, and those of the reference if there is one."""
+    """Compute what must be known of these weights before they move.
+
+    That is the old log-probabilities of all optimizer steps but the first, whose own forward gives them, and those of the
+    reference if there is one.
+    """
+    first, later = groups[: settings.prompts_per_step], groups[settings.prompts_per_step :]
+    old = [*(None for _ in first), *stages.gradients.logps(stages.policy, later)]
     none = [None] * len(groups)
-    old = stages.gradients.logps(stages.policy, groups) if settings.reuses_rollouts else none
     reference = none if stages.reference is None else stages.gradients.logps(stages.reference.policy, groups)
     return [PolicyLogps(old=mine, reference=theirs) for mine, theirs in zip(old, reference, strict=True)]

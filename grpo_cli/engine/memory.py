@@ -1,12 +1,39 @@
 """An estimate of the memory a run needs, by part; meant to be right within a factor of two, before anything is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from grpo_cli.device_memory import free_memory
+from grpo_cli.policy.checkpointing import Checkpointing
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
 
 ACTIVATION_FACTOR = 37
 """Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
+
+SELECTIVE_FACTOR = 15
+"""The same with selective checkpointing."""
+
+LOGIT_COPIES = 4
+"""Float32 values per logit while the head's backward runs; measured on the same model."""
+
+SAFE_SHARE = 0.5
+"""Share of the free memory that an automatic budget takes: what the estimate may be wrong by."""
+
+MOST_TOKENS: Mapping[str, int] = {"cpu": 1024, "cuda": 16_384}
+"""Tokens of a micro-batch above which a kind of device gets no faster.
+
+On a CPU a token costs the same with 256 to 1024 of them (Llama of 135M parameters, float32, one thread), 7 % more with 2048 and a
+quarter more with 8192. The number for GPUs is no measurement: it is many times what fills their matrix units.
+"""
+MOST_TOKENS_ELSEWHERE = 4096
+
+LEAST_TOKENS = 64
+"""An automatic budget does not go below this: single completions are about as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,20 +45,22 @@ class MemoryEstimate:
     optimizer: int
     reference: int
     activations: int | None
+    head: int | None
     cache: int | None
 
     @property
     def total(self) -> int:
         """The sum of what is known; cache and activations are not needed at the same time, so the larger one counts."""
         kept = self.weights + self.gradients + self.optimizer + self.reference
-        return kept + max(self.activations or 0, self.cache or 0)
+        return kept + max((self.activations or 0) + (self.head or 0), self.cache or 0)
 
 
 def estimate_memory(
-    model: Any,
+    policy: PolicyModel,
     *,
     train: TrainSection,
     generation: GenerationSection,
+    micro_batch_tokens: int,
     sequences: int,
     longest_prompt: int,
     with_reference: bool,
@@ -39,39 +68,89 @@ def estimate_memory(
     """Estimate from a model's shapes and the recipe.
 
     Args:
-        model: A transformers model.
-        train: Micro-batch budget, precision and checkpointing.
+        policy: The policy; its parameters and its model's configuration are read.
+        train: Precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
+        micro_batch_tokens: Most tokens in one forward.
         sequences: Completions of one optimizer step.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
     """
-    parameters = list(model.parameters())
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    trained = sum(parameter.numel() * parameter.element_size() for parameter in parameters if parameter.requires_grad)
-    value_bytes = 2 if train.bf16 else parameters[0].element_size()
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
+    trained = _trained_bytes(policy)
     longest = longest_prompt + generation.max_completion_length
-    tokens = min(train.micro_batch_tokens, sequences * longest)
+    tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
-    config = model.config.get_text_config()
-    activations = _values_per_token(config, checkpointing=train.gradient_checkpointing)
-    cache = _cached_values_per_token(config)
+    cache = _cached_values_per_token(policy.model.config.get_text_config())
     return MemoryEstimate(
         weights=weights,
         gradients=trained,
         optimizer=2 * trained,
         reference=weights if with_reference else 0,
-        activations=None if activations is None else tokens * activations * value_bytes,
-        cache=None if cache is None else cached_tokens * cache * value_bytes,
+        activations=_activations(policy, tokens, train),
+        head=_head(policy, tokens),
+        cache=None if cache is None else cached_tokens * cache * _value_bytes(policy, train),
     )
 
 
-def _values_per_token(config: Any, *, checkpointing: bool) -> int | None:
+def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, device: torch.device) -> int:
+    """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
+
+    Gradients and the optimizer's moments come first; a safe share of what they leave is for one micro-batch. The budget is a power
+    of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster.
+    """
+    tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
+    free = free_memory(device)
+    if free is None:
+        return tokens
+    room = SAFE_SHARE * (free - 3 * _trained_bytes(policy))
+    while tokens > LEAST_TOKENS and (_activations(policy, tokens, train) or 0) + (_head(policy, tokens) or 0) > room:
+        tokens //= 2
+    return tokens
+
+
+def _trained_bytes(policy: PolicyModel) -> int:
+    """Bytes of the parameters that the optimizer moves."""
+    return sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+
+
+def _value_bytes(policy: PolicyModel, train: TrainSection) -> int:
+    """Bytes of a number in the forward."""
+    return 2 if train.bf16 else next(policy.parameters()).element_size()
+
+
+def _activations(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
+    """Bytes that the backward of a transformer keeps of its layers for some tokens."""
+    values = _values_per_token(policy.model, train.gradient_checkpointing)
+    return None if values is None else tokens * values * _value_bytes(policy, train)
+
+
+def _head(policy: PolicyModel, tokens: int) -> int | None:
+    """Bytes that embedding and head take while they compute.
+
+    That is a chunk of logits, or all of them, and the gradients of both weight matrices before they are added to those that are there.
+    """
+    config = policy.model.config.get_text_config()
+    vocabulary, hidden = _number(config, "vocab_size"), _number(config, "hidden_size")
+    if vocabulary is None or hidden is None:
+        return None
+    logits = tokens * vocabulary
+    if not policy.full_logits:
+        device = next(policy.parameters()).device
+        logits = min(logits, LOGITS_PER_CHUNK if device.type == "cpu" else LOGITS_PER_CHUNK_ON_ACCELERATORS)
+    return (LOGIT_COPIES * logits + 2 * vocabulary * hidden) * torch.float32.itemsize
+
+
+def _values_per_token(model: Any, checkpointing: Checkpointing) -> int | None:
     """Values that the backward of a transformer keeps per token."""
+    config = model.config.get_text_config()
     layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
     if layers is None or hidden is None:
         return None
-    return hidden * (layers + ACTIVATION_FACTOR if checkpointing else layers * ACTIVATION_FACTOR)
+    if checkpointing is True:  # the input of each layer, and all of the layer that is computed again
+        return hidden * (layers + ACTIVATION_FACTOR)
+    selective = checkpointing == "selective" and getattr(model, "supports_gradient_checkpointing", False)
+    return hidden * layers * (SELECTIVE_FACTOR if selective else ACTIVATION_FACTOR)
 
 
 def _cached_values_per_token(config: Any) -> int | None:

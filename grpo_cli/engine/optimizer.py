@@ -23,7 +23,7 @@ def build_optimizer(policy: nn.Module, section: TrainSection, *, device: torch.d
         lr=section.learning_rate,
         betas=(section.adam_beta1, section.adam_beta2),
         eps=section.adam_epsilon,
-        fused=device.type in {"cpu", "cuda"},
+        fused=device.type in {"cpu", "cuda", "mps"},
     )
 
 

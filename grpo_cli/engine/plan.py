@@ -1,11 +1,9 @@
 """What a run is about to do, in numbers, for the console."""
 
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.build import Inputs
 from grpo_cli.engine.memory import estimate_memory
 from grpo_cli.engine.stages import Stages
@@ -15,12 +13,15 @@ from grpo_cli.telemetry.plan import RunPlan
 def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     """Compute the plan of a run from what was built."""
     recipe = inputs.recipe
-    model: Any = stages.processes.unwrap(stages.policy).model
+    policy: Any = stages.processes.unwrap(stages.policy)
+    model = policy.model
+    budget = stages.gradients.budget
     longest = inputs.prompts.longest
     memory = estimate_memory(
-        model,
+        policy,
         train=recipe.train,
         generation=recipe.generation,
+        micro_batch_tokens=budget.tokens,
         sequences=recipe.train.prompts_per_step * recipe.grpo.num_generations,
         longest_prompt=longest or 0,
         with_reference=stages.reference is not None,
@@ -49,21 +50,13 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         done_steps=done_steps,
         longest_prompt=longest,
         max_completion_length=recipe.generation.max_completion_length,
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        micro_batch_tokens=budget.tokens,
+        automatic_micro_batches=budget.automatic,
         memory=parts,
         memory_peak=memory.total,
-        memory_available=_available_memory(stages.processes.device),
+        memory_available=total_memory(stages.processes.device),
         output_dir=_short(inputs.output_dir),
     )
-
-
-def _available_memory(device: torch.device) -> int | None:
-    """Ask the device how many bytes it has; for a CPU, the machine's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
 
 
 def _short(path: Path) -> Path:

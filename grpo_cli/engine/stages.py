@@ -59,11 +59,6 @@ class LoopSettings:
     best_metric: str
     greater_is_better: bool
 
-    @property
-    def reuses_rollouts(self) -> bool:
-        """Whether some optimizer step trains on completions of older weights: it then needs their log-probabilities."""
-        return self.steps_per_generation * self.num_iterations > 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:

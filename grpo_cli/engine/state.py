@@ -31,7 +31,7 @@ class RunState:
         num_tokens: Prompt and completion tokens generated so far.
         prompts_drawn: Prompts taken from the sampler so far.
         best: The best evaluation so far.
-        stages: JSON state of the stages that have one (prompts, scorer, health, recorder), by name.
+        stages: JSON state of the stages that have one (prompts, scorer, health, recorder, token_budget), by name.
         random: The global generators.
     """
 

@@ -1,17 +1,43 @@
 """One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from grpo_cli.engine.batching import micro_batches, step_totals, without_idle
+from grpo_cli.engine.batching import (
+    active_completions,
+    by_completion,
+    micro_batch_size,
+    micro_batches,
+    only,
+    only_logps,
+    sequence_tokens,
+    step_totals,
+)
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
 from grpo_cli.objective.loss import ObjectiveSettings, loss
 from grpo_cli.objective.masks import entropy_threshold
+from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.types import MicroBatch, PolicyLogps, StepTotals, TokenStats, TrainingGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepGradient:
+    """What is known of an optimizer step once its gradient is computed.
+
+    Attributes:
+        metrics: Those of the objective, and the tokens it took.
+        logps: Per group G tensors, float32 [L], CPU: log-probabilities under the weights that the gradient is of; zeros for
+            completions that were left out.
+    """
+
+    metrics: Metrics
+    logps: list[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,82 +47,165 @@ class GradientPass:
     Attributes:
         processes: The processes of this run.
         settings: The objective.
-        micro_batch_tokens: Most tokens in one forward.
+        budget: Most tokens in one forward.
         shares_prefix: Whether the policy feeds a prompt once for its completions.
     """
 
     processes: Processes
     settings: ObjectiveSettings
-    micro_batch_tokens: int
+    budget: TokenBudget
     shares_prefix: bool
 
-    def accumulate(self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> Metrics:
-        """Add the gradient of an optimizer step to the policy's parameters, and give its metrics.
+    def accumulate(
+        self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]
+    ) -> StepGradient:
+        """Make the gradient of the policy's parameters that of an optimizer step; what they had before is gone.
 
         Completions that add nothing to the gradient are left out of the forward, but not of the denominators.
+
+        Raises:
+            TrainingError: If there is no memory for a single completion.
         """
-        needed = [
-            without_idle(group, entry, zero_advantages_count=self._zero_advantages_count)
-            for group, entry in zip(groups, logps, strict=True)
-        ]
-        batches = self._batches([group for group, _ in needed], [entry for _, entry in needed])
-        totals = self._totals(policy, groups, batches)
-        skipped = _tokens(groups) - _tokens([group for group, _ in needed])
+        return self.budget.fit(lambda: self._accumulate(policy, groups, logps))
+
+    @torch.no_grad()
+    def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
+        """Compute log-probabilities under a model, and only those that `accumulate` will read.
+
+        Returns:
+            Per group G tensors, float32 [L], CPU; zeros for completions that add nothing to the gradient.
+
+        Raises:
+            TrainingError: If there is no memory for a single completion.
+        """
+        return self.budget.fit(lambda: self._logps(policy, groups))
+
+    def _accumulate(
+        self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]
+    ) -> StepGradient:
+        policy.zero_grad(set_to_none=True)
+        active = self._active(groups)
+        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
+        batches = self._batches(
+            computed, [only_logps(entry, indices) for entry, indices in zip(logps, active, strict=True)]
+        )
+        totals = self._totals(policy, groups, computed, batches)
+        skipped = _tokens(groups) - _tokens(computed)
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
+        current: list[Tensor] = []
         if not batches:
             _set_zero_gradient(policy)
-        for batch in batches:
-            stats: TokenStats = policy(batch.segments, entropy_grad=self.settings.entropy_coef != 0)
-            output = loss(stats, batch.tokens, totals, self.settings)
-            self.processes.backward(output.loss)
+        for batch, prompt in _with_prompts(batches):
+            with self._guard(batch):
+                stats: TokenStats = policy(
+                    batch.segments,
+                    entropy_grad=self.settings.entropy_coef != 0,
+                    router_loss=self._balances_experts,
+                    prompt=prompt,
+                )
+                output = loss(stats, batch.tokens, totals, self.settings)
+                self.processes.backward(output.loss)
             step_share: dict[str, MetricValue] = {
                 "loss": Sum(output.loss.item()),
                 "tokens/useful": Sum(stats.tokens_useful),
                 "tokens/computed": Sum(stats.tokens_computed),
             }
             outcomes.append({**output.metrics, **step_share})
-        return merge(outcomes)
+            current.append(stats.logps.detach())
+            if prompt is not None and not batch.goes_on:
+                self._backward_of(prompt)
+        return StepGradient(metrics=merge(outcomes), logps=by_completion(_on_cpu(current), groups, active))
 
-    @torch.no_grad()
-    def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
-        """Compute log-probabilities of every completion under a model: per group G tensors, float32 [L], CPU."""
-        batches = self._batches(groups, [PolicyLogps()] * len(groups))
-        flat = torch.cat([torch.empty(0), *(policy(batch.segments).logps.float().cpu() for batch in batches)])
-        parts = iter(torch.split(flat, [len(ids) for group in groups for ids in group.completion_ids]))
-        return [tuple(next(parts) for _ in group.completion_ids) for group in groups]
+    def _backward_of(self, prompt: SplitPrompt) -> None:
+        """Carry the gradients of completions that were fed in parts on through their prompt."""
+        rest = prompt.loss()
+        if rest is not None:
+            with self.budget.guard(tokens=len(prompt.ids), completions=1):
+                self.processes.backward(rest)
+
+    def _logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
+        active = self._active(groups)
+        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
+        batches = self._batches(computed, [PolicyLogps()] * len(groups))
+        found = [stats.logps for stats in self._statistics(policy, batches)]
+        return by_completion(_on_cpu(found), groups, active)
+
+    def _statistics(self, policy: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[TokenStats]:
+        """Compute statistics without a gradient."""
+        for batch, prompt in _with_prompts(batches):
+            with torch.no_grad(), self._guard(batch):
+                stats = policy(batch.segments, prompt=prompt)
+            yield stats
+
+    @property
+    def _balances_experts(self) -> bool:
+        return self.settings.router_aux_loss_coef != 0
+
+    def _active(self, groups: Sequence[TrainingGroup]) -> list[list[int]]:
+        """Give the completions of each group that can add to the gradient.
+
+        Zero advantages count if they have a gradient all the same, or a say in another completion's. Routers are balanced over all.
+        """
+        if self._balances_experts:
+            return [list(range(len(group.completion_ids))) for group in groups]
+        settings = self.settings
+        count = settings.beta != 0 or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
+        return [active_completions(group, zero_advantages_count=count) for group in groups]
+
+    def _guard(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Watch the memory of a micro-batch's forward and backward."""
+        tokens = micro_batch_size(batch, shares_prefix=self.shares_prefix)
+        return self.budget.guard(tokens=tokens, completions=batch.tokens.advantages.numel())
 
     def _batches(self, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
         return micro_batches(
             groups,
             logps,
-            micro_batch_tokens=self.micro_batch_tokens,
+            micro_batch_tokens=self.budget.tokens,
             shares_prefix=self.shares_prefix,
+            # The load-balancing loss of a part needs the router logits of its prompt.
+            splits_prompts=not self._balances_experts,
             device=self.processes.device,
         )
 
-    @property
-    def _zero_advantages_count(self) -> bool:
-        """Whether completions with advantage 0 have a gradient all the same, or a say in another completion's."""
-        settings = self.settings
-        return settings.beta != 0 or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
-
-    def _totals(self, policy: nn.Module, groups: Sequence[TrainingGroup], batches: Sequence[MicroBatch]) -> StepTotals:
+    def _totals(
+        self,
+        policy: nn.Module,
+        groups: Sequence[TrainingGroup],
+        computed: Sequence[TrainingGroup],
+        batches: Sequence[MicroBatch],
+    ) -> StepTotals:
         """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
-        totals = step_totals(groups)
+        totals = replace(step_totals(groups), router_tokens=sequence_tokens(computed))
         if self.settings.top_entropy_quantile >= 1.0 or not batches:
             return totals
-        with torch.no_grad():
-            entropies = torch.cat([policy(batch.segments).entropies for batch in batches])
+        entropies = torch.cat([stats.entropies for stats in self._statistics(policy, batches)])
         in_loss = torch.cat([batch.tokens.loss_mask for batch in batches])
         threshold = entropy_threshold(entropies, in_loss, self.settings.top_entropy_quantile)
         kept = int(((entropies >= threshold) & in_loss).sum())
         return replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
 
 
+def _with_prompts(batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, SplitPrompt | None]]:
+    """Give each micro-batch that is a part of a group the prompt that it has in common with the other parts."""
+    prompt: SplitPrompt | None = None
+    for batch in batches:
+        if prompt is None and batch.goes_on:
+            prompt = SplitPrompt(batch.segments[0].prompt_ids)
+        yield batch, prompt
+        if not batch.goes_on:
+            prompt = None
+
+
 def _tokens(groups: Sequence[TrainingGroup]) -> int:
     """Count completion tokens."""
     return sum(len(ids) for group in groups for ids in group.completion_ids)
+
+
+def _on_cpu(parts: Sequence[Tensor]) -> Tensor:
+    """Join the log-probabilities of micro-batches: float32 [C], in one transfer."""
+    return torch.cat(list(parts)).float().cpu() if parts else torch.empty(0)
 
 
 def _set_zero_gradient(policy: nn.Module) -> None:

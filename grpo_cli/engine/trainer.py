@@ -69,9 +69,9 @@ class Trainer:
                 window, position = generation.window, 0
             with clock.phase("forward_backward"):
                 groups, logps = window.at(position)
-                if position == 0:  # no weight has moved since these were sampled: the ratio is exactly 1
-                    logps = tuple(replace(entry, old=None) for entry in logps)
                 gradient = stages.gradients.accumulate(stages.policy, groups, logps)
+            if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
+                window = window.with_old(0, gradient.logps)
 
         self._restart = None  # from here to the commit, weights and state do not belong together
         with clock.phase("optimizer"):
@@ -94,7 +94,7 @@ class Trainer:
         behind = state.step - groups[0].policy_version
         versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
         self._commit()
-        self._record(clock, merge([gradient, step_metrics, versions]), generation)
+        self._record(clock, merge([gradient.metrics, step_metrics, versions]), generation)
 
     def _apply_gradient(self) -> Metrics:
         """Clip, step, schedule, and clear the gradient.
@@ -129,6 +129,7 @@ class Trainer:
             "scorer": stages.scorer.state_dict(),
             "health": stages.health.state_dict(),
             "recorder": stages.recorder.state_dict(),
+            "token_budget": stages.gradients.budget.state_dict(),
         }
 
     def _record(self, clock: Clock, metrics: Metrics, generation: Generation | None) -> None:

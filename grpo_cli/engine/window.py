@@ -1,7 +1,7 @@
 """A rollout window: what one generation gives to the optimizer steps that share it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ class RolloutWindow:
 
     Attributes:
         groups: One tuple of groups per optimizer step of a pass.
-        logps: Old and reference log-probabilities, in the same shape.
+        logps: Old and reference log-probabilities, in the same shape. The first step has no old ones before it is done: no weight
+            has moved by then, and its own forward gives those that later passes need.
         iterations: Passes (mu).
     """
 
@@ -35,6 +36,11 @@ class RolloutWindow:
         """Give what the optimizer step at a position trains on."""
         index = position % len(self.groups)
         return self.groups[index], self.logps[index]
+
+    def with_old(self, index: int, old: Sequence[tuple[Tensor, ...]]) -> "RolloutWindow":
+        """Set the old log-probabilities of one optimizer step of a pass: per group G tensors [L]."""
+        step = tuple(replace(entry, old=values) for entry, values in zip(self.logps[index], old, strict=True))
+        return replace(self, logps=(*self.logps[:index], step, *self.logps[index + 1 :]))
 
 
 def training_groups(
@@ -70,12 +76,12 @@ def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tenso
     """Write a window as JSON and tensors, for a checkpoint that holds no pickles."""
     groups = [group for step in window.groups for group in step]
     logps = [entry for step in window.logps for entry in step]
-    description = {
+    description: dict[str, Any] = {
         "iterations": window.iterations,
         "groups_per_step": [len(step) for step in window.groups],
         "uids": [group.uid for group in groups],
         "policy_versions": [group.policy_version for group in groups],
-        "with_old": logps[0].old is not None,
+        "with_old": [entry.old is not None for entry in logps],
         "with_reference": logps[0].reference is not None,
         "prompt_lengths": [len(group.prompt_ids) for group in groups],
         "completion_lengths": [[len(ids) for ids in group.completion_ids] for group in groups],
@@ -84,13 +90,13 @@ def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tenso
     tensors = {
         "prompt_ids": torch.tensor([token for group in groups for token in group.prompt_ids]),
         "completion_ids": torch.tensor([token for group in groups for ids in group.completion_ids for token in ids]),
-        "behaviour_logps": torch.cat([values for group in groups for values in group.behaviour_logps]),
+        "behaviour_logps": _flat([group.behaviour_logps for group in groups]),
         "advantages": torch.cat([group.advantages for group in groups]),
     }
-    if description["with_old"]:
-        tensors["old"] = torch.cat([values for entry in logps for values in entry.old or ()])
+    if any(description["with_old"]):
+        tensors["old"] = _flat([entry.old or () for entry in logps])
     if description["with_reference"]:
-        tensors["reference"] = torch.cat([values for entry in logps for values in entry.reference or ()])
+        tensors["reference"] = _flat([entry.reference or () for entry in logps])
     return description, tensors
 
 
@@ -103,7 +109,12 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
     completions = _regroup(tensors["completion_ids"], flat_lengths, sizes)
     behaviour = _regroup(tensors["behaviour_logps"], flat_lengths, sizes)
     advantages = torch.split(tensors["advantages"], sizes)
-    old = _regroup(tensors["old"], flat_lengths, sizes) if description["with_old"] else [None] * len(sizes)
+    with_old: list[bool] = description["with_old"]
+    old = _regroup(
+        tensors.get("old", torch.empty(0)),
+        [length for group, present in zip(lengths, with_old, strict=True) if present for length in group],
+        [size if present else 0 for size, present in zip(sizes, with_old, strict=True)],
+    )
     reference = (
         _regroup(tensors["reference"], flat_lengths, sizes) if description["with_reference"] else [None] * len(sizes)
     )
@@ -119,12 +130,20 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
         )
         for number in range(len(sizes))
     ]
-    logps = [PolicyLogps(old=old[number], reference=reference[number]) for number in range(len(sizes))]
+    logps = [
+        PolicyLogps(old=old[number] if with_old[number] else None, reference=reference[number])
+        for number in range(len(sizes))
+    ]
     return RolloutWindow(
         groups=_by_sizes(groups, description["groups_per_step"]),
         logps=_by_sizes(logps, description["groups_per_step"]),
         iterations=description["iterations"],
     )
+
+
+def _flat(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Join the completions' tensors of all groups, of which there may be none."""
+    return torch.cat([torch.empty(0), *(values for group in groups for values in group)])
 
 
 def _regroup(flat: Tensor, lengths: list[int], sizes: list[int]) -> list[tuple[Tensor, ...]]:

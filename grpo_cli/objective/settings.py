@@ -46,6 +46,7 @@ class ObjectiveSettings:
         off_policy_mask_threshold: Largest mean drift of a completion with negative advantage; None keeps all.
         sapo_temperature_pos, sapo_temperature_neg: Gate temperatures of sapo.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Exponents and decays of vespo.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
         max_completion_length: The constant of dr_grpo.
         correction: Rollout correction; None for none.
     """
@@ -66,5 +67,6 @@ class ObjectiveSettings:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    router_aux_loss_coef: float = 0.0
     max_completion_length: int
     correction: CorrectionSettings | None = None

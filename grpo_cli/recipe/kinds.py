@@ -68,7 +68,7 @@ def _describe_type(kind: Any) -> str:
         return _SINGULAR[kind]
     origin = typing.get_origin(kind)
     if origin is Literal:
-        return ", ".join(typing.get_args(kind))
+        return ", ".join(_literals(kind))
     if origin is list:
         return f"a list of {_describe_items(item_type(kind))}"
     if origin is dict and item_type(kind) in _PLURAL:
@@ -76,11 +76,16 @@ def _describe_type(kind: Any) -> str:
     return "a mapping"
 
 
+def _literals(kind: Any) -> list[str]:
+    """Give the values of a Literal as they are written in YAML."""
+    return [str(value).lower() if isinstance(value, bool) else value for value in typing.get_args(kind)]
+
+
 def _describe_items(kind: Any) -> str:
     if kind in _PLURAL:
         return _PLURAL[kind]
     if typing.get_origin(kind) is Literal:
-        return " / ".join(typing.get_args(kind))
+        return " / ".join(_literals(kind))
     return "dotted paths or mappings"
 
 

@@ -111,10 +111,12 @@ class _Checker:
             return self._choice(placed, typing.get_args(kind), path, allowed)
         return self._scalar(placed, kind, limits, path, allowed)
 
-    def _choice(self, placed: Placed, choices: tuple[str, ...], path: KeyPath, allowed: str) -> Any:
-        if isinstance(placed.value, str) and placed.value in choices:
+    def _choice(self, placed: Placed, choices: tuple[str | bool, ...], path: KeyPath, allowed: str) -> Any:
+        # With the type, for 1 equals True.
+        if any(type(placed.value) is type(choice) and placed.value == choice for choice in choices):
             return placed.value
-        return self._refuse(path, placed, allowed, choices=choices)
+        names = tuple(choice for choice in choices if isinstance(choice, str))
+        return self._refuse(path, placed, allowed, choices=names)
 
     def _scalar(self, placed: Placed, kind: type[Any], limits: Range, path: KeyPath, allowed: str) -> Any:
         value = placed.value

@@ -42,6 +42,7 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("learning_rate", "", "per step", "Learning rate that the step was made with."),
     MetricName("entropy", "nats", "mean over tokens", "Entropy of the policy's next-token distribution at the sampled tokens. A collapse to 0 ends exploration. This and the next ones are over the tokens that were computed: see `tokens/skipped`."),
     MetricName("entropy_coef", "", "per step", "Weight of the entropy bonus. Only with `grpo.entropy_coef`."),
+    MetricName("aux_loss", "loss", "mean over tokens", "Load-balancing loss of a mixture of experts, unweighted. Only with `grpo.router_aux_loss_coef`, the model's own or the recipe's, above 0."),
     MetricName("kl", "nats", "mean over tokens", "Estimated divergence from the reference model (k3). Only with `grpo.beta` above 0."),
     MetricName("clip_ratio/region_mean", "share", "mean over tokens", "Tokens whose gradient the clip stops, on either side (sequences instead of tokens with sequence-level ratios)."),
     MetricName("clip_ratio/low_mean", "share", "mean over tokens", "Those with a ratio below the range and a negative advantage."),

@@ -35,6 +35,7 @@ class RunPlan:
         longest_prompt: Tokens of the longest prompt; None: not known.
         max_completion_length: Tokens of the longest completion.
         micro_batch_tokens: Most tokens in one forward.
+        automatic_micro_batches: Whether that was found rather than asked for.
         memory: Estimated bytes by part; None: not known.
         memory_peak: Estimated most bytes at one time, of the known parts; less than their sum if some exclude each other.
         memory_available: Bytes that the device has; None: not known.
@@ -61,6 +62,7 @@ class RunPlan:
     longest_prompt: int | None
     max_completion_length: int
     micro_batch_tokens: int
+    automatic_micro_batches: bool = False
     memory: Mapping[str, int | None]
     memory_peak: int
     memory_available: int | None
@@ -120,7 +122,8 @@ def _run(plan: RunPlan) -> str:
 
 
 def _tokens(plan: RunPlan) -> str:
-    micro_batch = f"micro-batches of {plan.micro_batch_tokens:,}"
+    automatic = " (automatic)" if plan.automatic_micro_batches else ""
+    micro_batch = f"micro-batches of {plan.micro_batch_tokens:,} tokens{automatic}"
     if plan.longest_prompt is None:
         return f"completions up to {plan.max_completion_length:,}, {micro_batch}"
     longest = plan.longest_prompt + plan.max_completion_length

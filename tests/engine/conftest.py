@@ -1,6 +1,7 @@
 """Small training groups for the engine's tests."""
 
 from collections.abc import Callable
+from zlib import crc32
 
 import pytest
 import torch
@@ -12,16 +13,18 @@ GroupMaker = Callable[..., TrainingGroup]
 
 @pytest.fixture
 def make_group() -> GroupMaker:
-    """Give a function that makes a group with completions of given lengths and recognisable numbers."""
+    """Give a function that makes a group with completions of given lengths; the same arguments give the same group."""
 
     def make(
         *lengths: int, prompt_length: int = 3, uid: str = "0:0", in_loss: tuple[bool, ...] | None = None
     ) -> TrainingGroup:
-        generator = torch.Generator().manual_seed(hash((lengths, prompt_length, uid)) % 2**31)
+        generator = torch.Generator().manual_seed(crc32(repr((lengths, prompt_length, uid)).encode()))
         return TrainingGroup(
             uid=PromptId(uid),
             prompt_ids=tuple(range(10, 10 + prompt_length)),
-            completion_ids=tuple(tuple(range(100, 100 + length)) for length in lengths),
+            completion_ids=tuple(
+                tuple(torch.randint(100, 250, (length,), generator=generator).tolist()) for length in lengths
+            ),
             behaviour_logps=tuple(-torch.rand(length, generator=generator) for length in lengths),
             advantages=torch.randn(len(lengths), generator=generator),
             in_loss=in_loss or (True,) * len(lengths),

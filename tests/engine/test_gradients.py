@@ -11,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
+from grpo_cli.engine.batching import micro_batches
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import results
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
@@ -52,14 +54,25 @@ def drifted(groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
     ]
 
 
+def gradient_pass(settings: ObjectiveSettings, budget: int, *, shared: bool = False) -> GradientPass:
+    tokens = TokenBudget(budget, asked=budget, device=torch.device("cpu"), say=print)
+    return GradientPass(processes=Processes(bf16=False), settings=settings, budget=tokens, shares_prefix=shared)
+
+
 def gradient(
-    model: Any, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps], settings: ObjectiveSettings, budget: int
+    model: Any,
+    groups: Sequence[TrainingGroup],
+    logps: Sequence[PolicyLogps],
+    settings: ObjectiveSettings,
+    budget: int,
+    *,
+    shared: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    model.zero_grad()
-    step = GradientPass(
-        processes=Processes(bf16=False), settings=settings, micro_batch_tokens=budget, shares_prefix=False
-    )
-    metrics = results(step.accumulate(PolicyModel(model, sampling=SAMPLING), groups, logps))
+    step = gradient_pass(settings, budget, shared=shared)
+    policy = PolicyModel(model, sampling=SAMPLING)
+    if shared:
+        policy.share_prefix()
+    metrics = results(step.accumulate(policy, groups, logps).metrics)
     named = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     return named, metrics
 
@@ -70,21 +83,53 @@ def gradient(
     [{"beta": 0.1}, {"entropy_coef": 0.05, "top_entropy_quantile": 0.4}, {"off_policy_mask_threshold": 0.05}],
     ids=["kl", "entropy", "off-policy"],
 )
+@pytest.mark.parametrize("shared", [False, True], ids=["padded", "shared"])
 def test_gradient_and_metrics_do_not_depend_on_the_token_budget(
-    loss_type: str, changes: dict[str, float], groups: list[TrainingGroup], tiny_model_folder: Path
+    loss_type: str, changes: dict[str, float], shared: bool, groups: list[TrainingGroup], tiny_model_folder: Path
 ) -> None:
+    """With a shared prefix, small budgets cut groups into parts: their prompts are fed once all the same."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float64)
     settings = settings_of(loss_type, **changes)
     logps = drifted(groups)
-    whole, whole_metrics = gradient(model, groups, logps, settings, budget=10_000)
+    whole, whole_metrics = gradient(model, groups, logps, settings, budget=10_000, shared=shared)
     assert max(value.abs().max() for value in whole.values()) > 0
     for budget in (1, 20, 45):
-        split, split_metrics = gradient(model, groups, logps, settings, budget)
+        split, split_metrics = gradient(model, groups, logps, settings, budget, shared=shared)
         for name, expected in whole.items():
             torch.testing.assert_close(split[name], expected, rtol=1e-4, atol=1e-6, msg=name)
         for name in whole_metrics:
-            if name != "tokens/computed":
+            if shared or name != "tokens/computed":
                 assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("budget", [10_000, 8])
+def test_the_load_balancing_loss_is_a_part_of_the_gradient(
+    budget: int, groups: list[TrainingGroup], tmp_path: Path
+) -> None:
+    """It is over all tokens, those of completions that are out of the policy term included, weighted by micro-batch."""
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen3_moe"), dtype=torch.float32)
+    settings, logps = settings_of("dapo"), drifted(groups)
+    without, _ = gradient(model, groups, logps, settings, budget, shared=True)
+    balanced = replace(settings, router_aux_loss_coef=0.1)
+    found, metrics = gradient(model, groups, logps, balanced, budget, shared=True)
+    assert metrics["tokens/skipped"] == 0
+
+    batches = micro_batches(
+        groups, logps, micro_batch_tokens=budget, shares_prefix=True, splits_prompts=False, device=torch.device("cpu")
+    )
+    assert (len(batches) == 1) == (budget > 1000)
+    model.zero_grad()
+    policy = PolicyModel(model, sampling=SAMPLING)
+    policy.share_prefix()
+    stats = [policy(batch.segments, router_loss=True) for batch in batches]
+    everything = sum(one.router_tokens for one in stats)
+    assert everything == sum(len(group.prompt_ids) + len(ids) - 1 for group in groups for ids in group.completion_ids)
+    expected = sum(one.router_loss * one.router_tokens / everything for one in stats)
+    torch.autograd.backward(expected)
+    assert metrics["aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, value in model.named_parameters():
+        if value.grad is not None and name in found:
+            torch.testing.assert_close(found[name] - without[name], 0.1 * value.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("loss_type", get_args(RecipeLossType))
@@ -97,9 +142,7 @@ def test_the_ratio_is_exactly_one_on_the_first_pass_dropout_and_adapters_include
     disable_dropout(model)
     model.train()
     settings = settings_of(loss_type)
-    step = GradientPass(
-        processes=Processes(bf16=False), settings=settings, micro_batch_tokens=10_000, shares_prefix=False
-    )
+    step = gradient_pass(settings, 10_000)
     policy = PolicyModel(model, sampling=SAMPLING)
     recomputed = [PolicyLogps(old=old) for old in step.logps(policy, groups)]
     absent = [PolicyLogps() for _ in groups]
@@ -112,18 +155,29 @@ def test_the_ratio_is_exactly_one_on_the_first_pass_dropout_and_adapters_include
         assert metrics["vespo/phi_seq_mean"] == pytest.approx(1.0)
 
 
-def test_log_probabilities_come_back_in_the_order_of_the_groups(
-    groups: list[TrainingGroup], tiny_model_folder: Path
+@pytest.mark.parametrize("changes", [{}, {"beta": 0.1}], ids=["plain", "kl"])
+def test_log_probabilities_come_back_in_their_places_from_both_passes(
+    changes: dict[str, float], groups: list[TrainingGroup], tiny_model_folder: Path
 ) -> None:
+    """Zeros stand for what adds nothing: the completion out of the loss, and an advantage of 0 unless a KL term reads it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    step = GradientPass(
-        processes=Processes(bf16=False), settings=settings_of("dapo"), micro_batch_tokens=25, shares_prefix=False
-    )
-    for group, logps in zip(groups, step.logps(PolicyModel(model, sampling=SAMPLING), groups), strict=True):
-        for ids, values in zip(group.completion_ids, logps, strict=True):
+    policy = PolicyModel(model, sampling=SAMPLING)
+    groups[2].advantages[3] = 0.0
+    step = gradient_pass(settings_of("dapo", **changes), 25)
+    entries = drifted(groups) if changes else [PolicyLogps() for _ in groups]
+    looked, trained = step.logps(policy, groups), step.accumulate(policy, groups, entries).logps
+    zeros = 0
+    for group, *passes in zip(groups, looked, trained, strict=True):
+        for index, (ids, *found) in enumerate(zip(group.completion_ids, *passes, strict=True)):
             logits = model(torch.tensor([group.prompt_ids + ids])).logits[0, len(group.prompt_ids) - 1 : -1]
-            expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
-            torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+            expected = logits.detach().log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+            if not group.in_loss[index] or (not changes and group.advantages[index] == 0):
+                expected = torch.zeros(len(ids))
+                zeros += 1
+            for values in found:
+                assert not values.requires_grad
+                torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    assert zeros == (1 if changes else 2)
 
 
 def test_a_dropped_group_counts_nowhere(groups: list[TrainingGroup], tiny_model_folder: Path) -> None:
@@ -164,7 +218,9 @@ def test_what_is_left_out_has_no_gradient(
     found, metrics = gradient(model, flat, logps, settings, budget=10_000)
     masked = 2  # the completion of groups[1] that is not in the loss
     assert metrics["tokens/skipped"] == masked + (3 + 5 + 1 + 7 + 1 if skips else 0)
-    monkeypatch.setattr("grpo_cli.engine.step.without_idle", lambda group, entry, **_: (group, entry))
+    monkeypatch.setattr(
+        "grpo_cli.engine.step.active_completions", lambda group, **_: list(range(len(group.completion_ids)))
+    )
     expected, everything = gradient(model, flat, logps, settings, budget=10_000)
     assert everything["tokens/skipped"] == 0
     for name, value in expected.items():

@@ -1,14 +1,25 @@
 """The memory estimate against what tensors really take."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig
 
-from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine import memory
+from grpo_cli.engine.memory import LEAST_TOKENS, MOST_TOKENS, automatic_micro_batch_tokens, estimate_memory
 from grpo_cli.engine.optimizer import build_optimizer
+from grpo_cli.policy.checkpointing import Checkpointing
+from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
+from grpo_cli.types import Sampling
+
+CPU = torch.device("cpu")
+
+
+def policy_of(model: Any) -> PolicyModel:
+    return PolicyModel(model, sampling=Sampling(stop_ids=(257,), max_tokens=8))
 
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte(tiny_model_folder: Path) -> None:
@@ -19,7 +30,13 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(tiny_model_fold
     optimizer.step()
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     estimate = estimate_memory(
-        model, train=train, generation=GenerationSection(), sequences=8, longest_prompt=10, with_reference=True
+        policy_of(model),
+        train=train,
+        generation=GenerationSection(),
+        micro_batch_tokens=100,
+        sequences=8,
+        longest_prompt=10,
+        with_reference=True,
     )
 
     def size(tensors: list[torch.Tensor]) -> int:
@@ -34,7 +51,13 @@ def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: P
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     generation = GenerationSection(max_completion_length=6, max_num_seqs=4)
     estimate = estimate_memory(
-        model, train=TrainSection(), generation=generation, sequences=8, longest_prompt=10, with_reference=False
+        policy_of(model),
+        train=TrainSection(),
+        generation=generation,
+        micro_batch_tokens=100,
+        sequences=8,
+        longest_prompt=10,
+        with_reference=False,
     )
     cache = model(torch.ones(4, 16, dtype=torch.long), use_cache=True).past_key_values
     real = sum(
@@ -46,11 +69,12 @@ def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: P
 def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
 
-    def activations(**changes: object) -> int:
+    def activations(micro_batch_tokens: int = 2048, **changes: object) -> int:
         count = estimate_memory(
-            model,
+            policy_of(model),
             train=TrainSection(**changes),  # type: ignore[arg-type]
             generation=GenerationSection(),
+            micro_batch_tokens=micro_batch_tokens,
             sequences=64,
             longest_prompt=10,
             with_reference=False,
@@ -59,7 +83,8 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
         return count
 
     assert activations(micro_batch_tokens=512) * 2 == activations(micro_batch_tokens=1024)
-    assert activations(gradient_checkpointing=True) < activations()
+    assert activations(gradient_checkpointing=True) < activations(gradient_checkpointing=False)
+    assert activations() == activations(gradient_checkpointing="selective") < activations(gradient_checkpointing=False)
     assert activations(bf16=True) * 2 == activations()
 
 
@@ -74,15 +99,16 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
 def test_a_model_without_attention_heads_has_an_unknown_cache(config: PreTrainedConfig) -> None:
     model = AutoModelForCausalLM.from_config(config)
     estimate = estimate_memory(
-        model,
+        policy_of(model),
         train=TrainSection(),
         generation=GenerationSection(),
+        micro_batch_tokens=100,
         sequences=8,
         longest_prompt=10,
         with_reference=False,
     )
     assert estimate.cache is None
-    known = (estimate.weights, estimate.gradients, estimate.optimizer, estimate.activations)
+    known = (estimate.weights, estimate.gradients, estimate.optimizer, estimate.activations, estimate.head)
     assert estimate.total == sum(part for part in known if part is not None)
 
 
@@ -90,12 +116,65 @@ def test_a_configuration_without_sizes_leaves_only_what_the_weights_say(tiny_mod
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     model.config = PreTrainedConfig()
     estimate = estimate_memory(
-        model,
+        policy_of(model),
         train=TrainSection(),
         generation=GenerationSection(),
+        micro_batch_tokens=100,
         sequences=8,
         longest_prompt=10,
         with_reference=False,
     )
-    assert (estimate.activations, estimate.cache) == (None, None)
+    assert (estimate.activations, estimate.head, estimate.cache) == (None, None, None)
     assert estimate.total == 4 * estimate.weights
+
+
+def needed(policy: PolicyModel, tokens: int, train: TrainSection) -> int:
+    """What the rest of a run needs when nothing but the weights is there: gradients, two moments, one micro-batch."""
+    estimate = estimate_memory(
+        policy,
+        train=train,
+        generation=GenerationSection(),
+        micro_batch_tokens=tokens,
+        sequences=10_000,
+        longest_prompt=10,
+        with_reference=False,
+    )
+    assert estimate.activations is not None
+    assert estimate.head is not None
+    return estimate.gradients + estimate.optimizer + 2 * (estimate.activations + estimate.head)
+
+
+@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_the_automatic_budget_is_the_largest_that_takes_half_of_what_will_be_left(
+    checkpointing: Checkpointing, full_logits: bool, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
+    policy.full_logits = full_logits
+    train = TrainSection(gradient_checkpointing=checkpointing)
+
+    def found(free: int | None) -> int:
+        monkeypatch.setattr(memory, "free_memory", lambda _: free)
+        return automatic_micro_batch_tokens(policy, train=train, device=CPU)
+
+    assert found(needed(policy, 512, train)) == 512
+    assert found(needed(policy, 512, train) - 1) == 256
+    assert found(2**50) == found(None) == MOST_TOKENS["cpu"]
+    assert found(0) == LEAST_TOKENS
+
+
+def test_frozen_weights_need_no_gradients_and_moments(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
+    train = TrainSection()
+    free = needed(policy, 512, train) - 1
+    monkeypatch.setattr(memory, "free_memory", lambda _: free)
+    assert automatic_micro_batch_tokens(policy, train=train, device=CPU) == 256
+    policy.model.get_input_embeddings().requires_grad_(requires_grad=False)
+    assert automatic_micro_batch_tokens(policy, train=train, device=CPU) == 512
+
+
+def test_a_model_of_unknown_size_gets_the_most_tokens(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
+    policy.model.config = PreTrainedConfig()
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2**30)
+    assert automatic_micro_batch_tokens(policy, train=TrainSection(), device=CPU) == MOST_TOKENS["cpu"]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -36,10 +36,10 @@ def equal(mine: object, theirs: object) -> bool:
     return mine == theirs
 
 
-@pytest.mark.parametrize("with_old", [True, False])
+@pytest.mark.parametrize("with_old", [(True, True, True), (False, False, True), (False, False, False)])
 @pytest.mark.parametrize("with_reference", [True, False])
 def test_a_window_survives_a_checkpoint(
-    with_old: bool, with_reference: bool, make_group: Callable[..., TrainingGroup], tmp_path: Path
+    with_old: tuple[bool, ...], with_reference: bool, make_group: Callable[..., TrainingGroup], tmp_path: Path
 ) -> None:
     groups = [
         make_group(3, 1, uid="0:1", in_loss=(False, True)),
@@ -48,10 +48,10 @@ def test_a_window_survives_a_checkpoint(
     ]
     logps = [
         PolicyLogps(
-            old=group.behaviour_logps if with_old else None,
+            old=group.behaviour_logps if present else None,
             reference=tuple(values - 1 for values in group.behaviour_logps) if with_reference else None,
         )
-        for group in groups
+        for group, present in zip(groups, with_old, strict=True)
     ]
     state = RunState(
         step=7,
@@ -68,6 +68,27 @@ def test_a_window_survives_a_checkpoint(
     assert equal(read_state(tmp_path), state)
     assert state.window is not None
     assert state.window.length == 6
+
+
+def test_a_window_whose_later_steps_were_dropped_survives_a_checkpoint(
+    make_group: Callable[..., TrainingGroup], tmp_path: Path
+) -> None:
+    groups = [make_group(3), make_group()]
+    window = RolloutWindow(groups=by_step(groups, 1), logps=((PolicyLogps(),), (PolicyLogps(old=()),)), iterations=1)
+    state = RunState(window=window, position=1, random=RandomState.capture())
+    write_state(state, tmp_path)
+    assert equal(read_state(tmp_path), state)
+
+
+def test_the_old_log_probabilities_of_one_step_can_be_set(make_group: Callable[..., TrainingGroup]) -> None:
+    groups = [make_group(3, 1), make_group(2), make_group(4)]
+    reference = [PolicyLogps(reference=group.behaviour_logps) for group in groups]
+    window = RolloutWindow(groups=by_step(groups, 2), logps=by_step(reference, 2), iterations=2)
+    old = [tuple(values - 1 for values in group.behaviour_logps) for group in groups]
+    changed = window.with_old(0, old[:2])
+    assert equal(changed.logps[0], tuple(replace(reference[number], old=old[number]) for number in (0, 1)))
+    assert equal(changed.logps[1], window.logps[1])
+    assert equal(changed.groups, window.groups)
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def make_totals(batches: Iterable[Batch], settings: ObjectiveSettings) -> StepTo
         completion_tokens=count,
         sequences=sequences,
         local_tokens=count,
-        local_sequences=sequences,
         entropy_threshold=threshold,
         entropy_tokens=float((mask & (entropies >= (-math.inf if threshold is None else threshold))).sum()),
     )

@@ -146,7 +146,6 @@ def test_loss_agrees_with_brute_force(loss_type: LossType, level: RatioLevel, da
         completion_tokens=71.0,
         sequences=17.0,
         local_tokens=37.0,
-        local_sequences=9.0,
         processes=2,
         entropy_threshold=threshold,
         entropy_tokens=29.0,

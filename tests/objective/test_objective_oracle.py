@@ -98,7 +98,6 @@ def to_totals(batch: Batch, config: dict[str, Any]) -> StepTotals:
         completion_tokens=config["num_items_in_batch"] or tokens,
         sequences=sequences,
         local_tokens=tokens,
-        local_sequences=sequences,
         entropy_threshold=threshold,
         entropy_tokens=float(effective.sum()) * repeats,
     )

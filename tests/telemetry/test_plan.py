@@ -50,7 +50,7 @@ def test_the_plan_is_one_topic_a_line(plain_console: Console, written: Callable[
         "  rewards   length x 1, format x 0.25\n"
         "  step      4 prompts x 8 completions = 32 completions, loss dapo\n"
         "  run       30 steps (0.1 epochs), each on new completions\n"
-        "  tokens    prompts up to 64, completions up to 48, a step up to 3,584, micro-batches of 4,096\n"
+        "  tokens    prompts up to 64, completions up to 48, a step up to 3,584, micro-batches of 4,096 tokens\n"
         "  memory    about 5.0 GiB at most (weights 513.0 MiB, gradients 513.0 MiB, optimizer 1.0 GiB, activations 3.0 GiB), "
         "cpu has 16.0 GiB\n"
         "  output    runs/quickstart\n"
@@ -67,13 +67,14 @@ def test_reused_generations_resumed_steps_and_tight_memory_are_told() -> None:
         steps_per_generation=4,
         num_iterations=2,
         done_steps=12,
+        automatic_micro_batches=True,
         memory_available=2**30,
     )
     rows = dict(plan_rows(plan))
     assert rows["model"] == "package://smollm2/[model], 134.5M parameters (2.0M trained), float32 on cpu"
     assert rows["data"] == "data/prompts.jsonl, streaming"
     assert rows["run"] == "30 steps, 12 done, 8 per generation of 16 prompts (4 steps x 2 iterations)"
-    assert rows["tokens"] == "completions up to 48, micro-batches of 4,096"
+    assert rows["tokens"] == "completions up to 48, micro-batches of 4,096 tokens (automatic)"
     assert rows["memory"].endswith("cpu has 1.0 GiB: this may not fit")
 
 

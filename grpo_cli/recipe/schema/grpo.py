@@ -46,6 +46,11 @@ class GrpoSection:
         1.0, above=0, maximum=1, help="Take the policy term only on this fraction of tokens, those of highest entropy."
     )
     entropy_coef: float = option(0.0, minimum=0, help="Weight of the mean-entropy bonus.")
+    router_aux_loss_coef: float | None = option(
+        None,
+        minimum=0,
+        help="Weight of the load-balancing loss of a mixture of experts; left out: what the model's configuration says.",
+    )
     off_policy_mask_threshold: float | None = option(
         None, above=0, help="Drop completions with negative advantage that drifted further than this mean log-ratio."
     )

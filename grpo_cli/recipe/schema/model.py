@@ -24,6 +24,11 @@ class ModelSection:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa", help="Attention kernel, as transformers names it."
     )
+    share_prefix: bool = option(
+        True,
+        help="Compute a prompt once for all its completions, in training and in the local engine. `false` repeats it in padded rows "
+        "and takes the model's own cache: the same numbers, slower.",
+    )
     trust_remote_code: bool = option(
         False, help="Run Python code that comes with a hub model. Off unless you read that code."
     )

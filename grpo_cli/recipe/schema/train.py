@@ -23,8 +23,11 @@ class TrainSection:
         minimum=1,
         help="Prompts of one optimizer step, over all processes; each gets `grpo.num_generations` completions.",
     )
-    micro_batch_tokens: int = option(
-        8192, minimum=1, help="Most tokens in one forward and backward. Changes speed and memory, not the result."
+    micro_batch_tokens: int | None = option(
+        None,
+        minimum=1,
+        help="Most tokens in one forward and backward. Changes speed and memory, not the result. Left out: found from the free memory. "
+        "It is halved whenever a micro-batch does not fit.",
     )
     max_steps: int | None = option(None, minimum=1, help="Optimizer steps; overrides `num_train_epochs`.")
     num_train_epochs: float = option(1.0, above=0, help="Passes over the dataset.")
@@ -40,7 +43,11 @@ class TrainSection:
     adam_epsilon: float = option(1e-8, above=0, help="AdamW epsilon.")
     max_grad_norm: float = option(1.0, minimum=0, help="Clip the gradient to this norm; 0 does not clip.")
     bf16: bool = option(False, help="Compute in bfloat16 (autocast). On CPUs without bf16 units this is slower.")
-    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward: less memory, more time.")
+    gradient_checkpointing: Literal[True, False, "selective"] = option(
+        "selective",
+        help="What the backward computes again instead of keeping it. `true`: all of each layer, for the least memory and a third "
+        "more arithmetic; `selective`: only what costs next to nothing, for less than half the memory of `false`.",
+    )
     save_steps: int = option(
         100, minimum=0, help="Steps between checkpoints; 0 saves only at the end or when interrupted."
     )
