@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("scripts/quickstart", "scripts/test", "scripts/check", ".ci/run")
+SCRIPTS = ("scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench/run", ".ci/run")
 
 INTERPRETER = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
@@ -88,6 +88,15 @@ def test_installing_again_is_skipped_until_the_dependencies_change(copy: Copy) -
         file.write("# changed\n")
     copy.run(script)
     assert len(copy.installs) == 2 * first
+
+
+def test_the_benchmark_installs_trl_apart_and_then_compares(copy: Copy) -> None:
+    done = copy.run(str(copy.folder / "scripts/bench/run"), "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "trl==" in copy.installs[-1]
+    assert "--editable" not in copy.installs[-1]
+    assert (copy.folder / ".venv-trl/installed").is_file()
+    assert copy.log.read_text(encoding="utf-8").splitlines()[-1] == "-P -m bench.compare --quick"
 
 
 @pytest.mark.parametrize("failing", ["-m venv", "--editable", "--no-deps"])

@@ -1,0 +1,5 @@
+"""One optimizer step, here and in TRL's GRPOTrainer, side by side: `scripts/bench/run` does everything.
+
+`compare` starts one process for each and lets them take turns; `grpo_worker` and `trl_worker` are those processes; `workload` is what
+both train on, `arithmetic` what it needs at least, `measure` how time and memory are taken, `report` the tables.
+"""
