@@ -90,7 +90,18 @@ def shape_table(result: ShapeResult, size: ModelSize) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for column in ("", "ours, s", "TRL, s", "times faster", "of the limit", "TRL", "peak, MiB", "TRL", "share"):
+    for column in (
+        "",
+        "ours, s",
+        "TRL, s",
+        "times faster",
+        "of the limit",
+        "TRL",
+        "peak, MiB",
+        "TRL",
+        "share",
+        "without states",
+    ):
         table.add_column(column, justify="left" if not column else "right")
     mine = median_parts(ours)
     others: dict[str, dict[str, Cost]] = {}
@@ -111,6 +122,7 @@ def shape_table(result: ShapeResult, size: ModelSize) -> Table:
 def _cells(result: ShapeResult, size: ModelSize, part: str, mine: Cost, theirs: Cost | None) -> list[str]:
     """Fill in the row of one part."""
     needed = FORWARDS[part] * forward_operations(size, result.workload)
+    states = 3 * result.trained_bytes
     peak = mine.peak_bytes - result.level_bytes["grpo"]
     cells = [_pair(mine.cpu_seconds, mine.wall_seconds, ".1f"), _limit(mine, needed, result), f"{peak / MEBIBYTE:.0f}"]
     if theirs is None:
@@ -125,6 +137,7 @@ def _cells(result: ShapeResult, size: ModelSize, part: str, mine: Cost, theirs: 
         cells[2],
         f"{their_peak / MEBIBYTE:.0f}",
         f"{peak / their_peak:.2f}",
+        f"{max(peak - states, 0) / max(their_peak - states, 1):.2f}",
     ]
 
 
@@ -154,7 +167,7 @@ def _caption(result: ShapeResult) -> str:
     state = 3 * result.trained_bytes / MEBIBYTE
     return (
         f"Times are processor / wall seconds. Peaks come on top of libraries, policy and reference; {state:.0f} MiB of them are "
-        f"gradients and optimizer state. {result.workload.unique_tokens} unique tokens in forward and backward; {fed}. Gradient "
+        f"gradients and optimizer states, which the last column leaves out. {result.workload.unique_tokens} unique tokens in forward and backward; {fed}. Gradient "
         f"norm {norm:.6g}, largest difference {gradient_difference(result):.1e}. GFLOP/s in matrix multiplication: {rates}; the higher is the limit. TRL applies its "
         "head to completion tokens on a GPU and to every position on a CPU."
     )
