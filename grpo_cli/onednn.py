@@ -64,9 +64,24 @@ def speed_up_linears(model: Any) -> None:
         model: A transformers model.
     """
     head = model.get_output_embeddings()
-    for layer in model.modules():
-        if type(layer) is nn.Linear and layer is not head and multiplies(layer.weight):
+    for layer in plain_linears(model):
+        if layer is not head:
             vars(layer)["forward"] = partial(_linear, layer)
+
+
+def plain_linears(model: nn.Module) -> list[nn.Linear]:
+    """List the linear layers that `product` can stand in for, those where it does so already included."""
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and multiplies(module.weight) and not _is_replaced_by_others(module)
+    ]
+
+
+def _is_replaced_by_others(layer: nn.Linear) -> bool:
+    """Tell whether somebody else, such as a sharding wrapper, has given a layer another forward."""
+    forward = vars(layer).get("forward")
+    return forward is not None and getattr(forward, "func", None) is not _linear
 
 
 def _linear(layer: nn.Linear, rows: Tensor) -> Tensor:

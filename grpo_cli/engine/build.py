@@ -140,7 +140,9 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
         processes.unwrap(prepared).model,
         inputs.tokenizer,
         max_num_seqs=recipe.generation.max_num_seqs,
+        share_prefix=recipe.model.share_prefix,
         on_progress=recorder.progress,
+        on_notice=recorder.say,
     )
     advantage_settings = AdvantageSettings(
         weights=tuple(recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)),

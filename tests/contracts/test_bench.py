@@ -194,9 +194,9 @@ def test_the_table_shows_medians_ratios_and_shares(workload: Workload) -> None:
     )
     assert gradient_difference(result) == 0.5
     assert median_parts(result.steps["grpo"])["train_step"] == cost(6, 3 * 2**20)
-    console = Console(width=160)
+    console = Console(width=180)
     with console.capture() as captured:
         console.print(shape_table(result, size))
     rows = [" ".join(line.replace("│", " ").split()) for line in captured.get().splitlines()]
-    assert "train_step 6.0 / 3.0 24.0 / 12.0 4.00 / 4.00 50 / 100 % 12 / 25 % 2 2 1.00" in rows
-    assert "train_step 6.0 / 3.0 36.0 / 18.0 6.00 / 6.00 50 / 100 % 8 / 17 % 2 4 0.50" in rows
+    assert "train_step 6.0 / 3.0 24.0 / 12.0 4.00 / 4.00 50 / 100 % 12 / 25 % 2 2 1.00 0.00" in rows
+    assert "train_step 6.0 / 3.0 36.0 / 18.0 6.00 / 6.00 50 / 100 % 8 / 17 % 2 4 0.50 0.00" in rows

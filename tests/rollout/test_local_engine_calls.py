@@ -20,6 +20,15 @@ def ids_of(groups: list[Group]) -> list[list[tuple[int, ...]]]:
     return [[completion.ids for completion in group.completions] for group in groups]
 
 
+def count_tokens_fed(model: Any) -> list[int]:
+    """Tokens of each forward from now on."""
+    fed: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, inputs: fed.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    return fed
+
+
 def test_dropout_and_checkpointing_are_off_while_sampling_and_every_mode_comes_back(
     tmp_path: Path, tokenizer: Any, prompts: list[Prompt], settings: Settings
 ) -> None:
@@ -69,31 +78,40 @@ def test_progress_counts_every_token_once(
 def test_a_prompt_goes_through_the_model_once_and_the_last_token_not_at_all(
     model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings
 ) -> None:
-    fed: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: fed.append(inputs["input_ids"].numel()), with_kwargs=True
-    )
-    (group,) = LocalEngine(model, tokenizer, max_num_seqs=4).generate(
-        prompts[1:2], settings(max_tokens=5, min_tokens=5), num_generations=4, seed_key=(0,)
-    )
+    engine = LocalEngine(model, tokenizer, max_num_seqs=4)
+    fed = count_tokens_fed(model)
+    (group,) = engine.generate(prompts[1:2], settings(max_tokens=5, min_tokens=5), num_generations=4, seed_key=(0,))
     assert [len(completion.ids) for completion in group.completions] == [5] * 4
-    one_to_see_the_cache = 1
-    assert fed == [one_to_see_the_cache, len(prompts[1].ids), 4, 4, 4, 4]
+    assert fed == [len(prompts[1].ids), 4, 4, 4, 4]
 
 
-def test_finished_rows_leave_the_batch(model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings) -> None:
-    fed: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: fed.append(inputs["input_ids"].numel()), with_kwargs=True
+def test_finished_rows_leave_at_once(model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings) -> None:
+    engine = LocalEngine(model, tokenizer, max_num_seqs=16)
+    fed = count_tokens_fed(model)
+    (group,) = engine.generate(
+        prompts[:1], settings(stop_ids=tuple(range(80)), max_tokens=30), num_generations=16, seed_key=(0,)
     )
-    (group,) = LocalEngine(model, tokenizer, max_num_seqs=16).generate(
+    lengths = [len(completion.ids) for completion in group.completions]
+    assert len(set(lengths)) >= 4
+    assert fed[1:] == [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+
+
+def test_with_the_models_own_cache_at_most_one_finished_row_in_eight_stays(
+    tmp_path: Path, tokenizer: Any, prompts: list[Prompt], settings: Settings
+) -> None:
+    folder = build_tiny_model(tmp_path, "mistral", sliding_window=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = LocalEngine(model, tokenizer, max_num_seqs=16)
+    fed = count_tokens_fed(model)
+    (group,) = engine.generate(
         prompts[:1], settings(stop_ids=tuple(range(80)), max_tokens=30), num_generations=16, seed_key=(0,)
     )
     lengths = [len(completion.ids) for completion in group.completions]
     assert len(set(lengths)) >= 4
     going = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    one_to_see_the_cache = 1
+    assert fed[:2] == [one_to_see_the_cache, len(prompts[0].ids)]
     assert len(fed) == 2 + len(going)
-    # At most one finished row in eight stays.
     assert all(count <= rows <= count / 0.875 for rows, count in zip(fed[2:], going, strict=True))
 
 
@@ -124,6 +142,7 @@ def test_weights_are_shared_with_the_trainer(
 def test_a_model_without_a_cache_is_refused_by_name(
     model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings
 ) -> None:
+    model.config.sliding_window = 4  # without one it would need no cache
     forward = type(model).forward
 
     class Cacheless(type(model)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The model, one token at a time: each prompt goes through it once, its cache is copied to the rows of its group.
+"""The model, one token at a time: what every decoder does, and the one that works with the cache the model itself makes.
 
 Letters: P prompts, R rows, T prompt tokens with padding, V vocabulary.
 """
@@ -6,13 +6,57 @@ Letters: P prompts, R rows, T prompt tokens with padding, V vocabulary.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from grpo_cli.errors import ModelError
+
+
+class Decoder(Protocol):
+    """Next-token logits for rows that grow by one token at a time.
+
+    Attributes:
+        rows_join: Whether rows can join while others are being sampled; otherwise only when there are none.
+        mixes_prompts: Whether rows of different prompts can be sampled at once.
+        full_enough: Finished rows leave when less than this share of the rows goes on: leaving costs.
+    """
+
+    rows_join: bool
+    mixes_prompts: bool
+    full_enough: float
+
+    def join(self, numbers: Sequence[int]) -> Tensor:
+        """Add rows after those that are there.
+
+        Args:
+            numbers: Which of the decoder's prompts each row continues; those of one prompt stand together.
+
+        Returns:
+            float [len(numbers), V], logits of the first completion token.
+        """
+        ...
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to each row.
+
+        Args:
+            tokens: One for each of the R rows.
+
+        Returns:
+            float [R, V], logits of the token after it.
+        """
+        ...
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with some of the rows.
+
+        Args:
+            places: The row that each place is taken by; a row that moves moves to a place before its own.
+        """
+        ...
 
 
 @contextmanager
@@ -32,70 +76,63 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class Decoder:
-    """Next-token logits for a batch of rows that grow in step.
+def forward_takes(model: Any, argument: str) -> bool:
+    """Tell whether a model's forward has an argument, or takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return argument in parameters or open_ended
+
+
+class CacheDecoder:
+    """A decoder for every model that returns a cache: its rows begin together, and prompts are padded on the left.
+
+    Where the cache is one whose rows can be copied and dropped, each prompt goes through the model once and its cache is copied
+    to the rows of its group. Otherwise every row takes its whole prompt through the model, one prompt at a time, and stays until
+    all rows have finished.
 
     Args:
         model: A transformers causal language model in evaluation mode.
-
-    Attributes:
-        rows_are_independent: Whether the model's cache is one whose rows can be copied and dropped. Otherwise every row takes its
-            whole prompt through the model, all prompts of a batch must be of one length, and `keep` must not be called.
+        prompts: What rows continue; none of them empty.
 
     Raises:
         ModelError: If the model returns no cache.
     """
 
-    def __init__(self, model: Any) -> None:
+    rows_join = False
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._model = model
+        self._prompts = prompts
         self._device: torch.device = model.get_input_embeddings().weight.device
-        parameters = inspect.signature(model.forward).parameters
-        open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._takes_positions = "position_ids" in parameters or open_ended
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters or open_ended else {}
+        self._takes_positions = forward_takes(model, "position_ids")
+        self._last_only = {"logits_to_keep": 1} if forward_takes(model, "logits_to_keep") else {}
         self._cache: Any = None
         self._mask: Tensor | None = None
         self._positions = torch.empty(0, 1, dtype=torch.long)
         self._feed_prompts([[0]])  # one token shows which cache the model makes
-        self.rows_are_independent = _is_plain(self._cache)
+        self.mixes_prompts = _is_plain(self._cache)
+        self.full_enough = 0.875 if self.mixes_prompts else 0.0
 
-    def prefill(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:
-        """Start rows: `repeats` for each prompt, one prompt after another.
-
-        Args:
-            prompts: P prompts, none of them empty.
-            repeats: Rows per prompt.
-
-        Returns:
-            float [P * repeats, V], logits of the first completion token.
-        """
-        if not self.rows_are_independent:
-            return self._feed_prompts([prompt for prompt in prompts for _ in range(repeats)])
-        logits = self._feed_prompts(prompts)
-        rows = torch.arange(len(prompts), device=self._device).repeat_interleave(repeats)
+    def join(self, numbers: Sequence[int]) -> Tensor:
+        """Begin with these rows. See `Decoder.join`."""
+        if not self.mixes_prompts:
+            return self._feed_prompts([self._prompts[number] for number in numbers])
+        different = list(dict.fromkeys(numbers))
+        logits = self._feed_prompts([self._prompts[number] for number in different])
+        rows = [different.index(number) for number in numbers]
         self.keep(rows)
-        return logits[rows]
+        return logits[torch.tensor(rows, device=self._device)]
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row.
-
-        Args:
-            tokens: int64 [R].
-
-        Returns:
-            float [R, V], logits of the token after it.
-        """
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to each row. See `Decoder.step`."""
         self._positions = self._positions + 1
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        return self._feed(tokens[:, None], self._positions)
+        return self._feed(torch.tensor(tokens, device=self._device)[:, None], self._positions)
 
-    def keep(self, rows: Tensor) -> None:
-        """Rebuild the batch from some of its rows; a row may be taken more than once.
-
-        Args:
-            rows: int64, their places in the batch.
-        """
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with some of the rows. See `Decoder.keep`; here any row may take any number of places."""
+        rows = torch.tensor(places, device=self._device)
         self._cache.reorder_cache(rows)
         self._positions = self._positions[rows]
         if self._mask is not None:

@@ -1,25 +1,26 @@
 """The local engine: generation with the policy itself, in this process, sharing its weights.
 
-It prefills each prompt once per group, copies the cache to the group's rows, drops rows that have finished, and keeps the
-log-probability of every token it draws. It leaves out what a serving engine adds: paged caches and admission of new rows
-while others are being sampled.
+Each prompt goes through the model once and its keys and values are held once for its group; finished rows leave and waiting
+ones join while others are being sampled; the log-probability of every token is kept as it is drawn. Models that cannot be fed
+that way are sampled with their own cache, in rows that begin together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_cli.rollout.local.decoder import Decoder, evaluating
-from grpo_cli.rollout.local.sampler import TokenSampler
+from grpo_cli.device_memory import is_out_of_memory, release_unused
+from grpo_cli.rollout.local.decoder import CacheDecoder, Decoder, evaluating
+from grpo_cli.rollout.local.group_check import obstacle, window_of
+from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
+from grpo_cli.rollout.local.packed_linear import packed_linears
+from grpo_cli.rollout.local.rows import Row, RowSampler
 from grpo_cli.rollout.local.stops import StopCheck
 from grpo_cli.rollout.sampling import sample_seed
-from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling
-
-_FULL_ENOUGH = 0.875
-"""Finished rows leave when less than this share of the batch is still being sampled: each leaving copies the cache."""
+from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling
 
 
 class LocalEngine:
@@ -28,15 +29,31 @@ class LocalEngine:
     Log-probabilities are float32 and those of the model as it runs here: on the same weights in float32 they agree with a forward
     over the whole sequence to about 1e-5; in bfloat16 the two forwards round differently, to about 1e-2.
 
+    When memory runs out, half as many completions are sampled at once from then on, down to one.
+
     Args:
         model: The policy, not wrapped for distributed training. It samples in evaluation mode and in the caller's autocast.
         tokenizer: Decodes completions.
         max_num_seqs: Most completions that are sampled at once; bounds memory, does not change what is sampled.
-        on_progress: Called after every decoding step with the number of tokens it added.
+        on_progress: Called after every decoding step with the number of tokens it added; with a negative number when memory ran
+            out and tokens must be sampled again.
+        on_notice: Told once, in a line, of each thing that makes sampling slower than it could be: at once of what the model is,
+            in a call of a window that is too short for it, or of memory that ran out.
+        share_prefix: Whether a prompt may be held once for its group; otherwise the model's own cache is used.
+
+    Attributes:
+        notices: What `on_notice` was told.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, max_num_seqs: int, on_progress: Callable[[int], None] | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_num_seqs: int,
+        on_progress: Callable[[int], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
+        share_prefix: bool = True,
     ) -> None:
         assert max_num_seqs >= 1, max_num_seqs
         self._model = model
@@ -44,33 +61,36 @@ class LocalEngine:
         self._max_num_seqs = max_num_seqs
         self._on_progress = on_progress
         self._version = PolicyVersion(0)
+        self._on_notice = on_notice
+        self.notices: list[str] = []
+        self._shares_prefix = share_prefix
+        self._window = window_of(model)
+        if share_prefix:
+            with evaluating(model):
+                reason = obstacle(model)
+            if reason is not None:
+                self._shares_prefix = False
+                self._notice_own_cache(reason)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt. See `RolloutEngine.generate`."""
-        if not prompts:
-            return []
-        completions: dict[tuple[int, int], Completion] = {}
-        with evaluating(self._model):
-            decoder = Decoder(self._model)
-            waves = _waves(
-                [len(prompt.ids) for prompt in prompts],
-                num_generations=num_generations,
-                max_num_seqs=self._max_num_seqs,
-                mix_prompts=decoder.rows_are_independent,
-            )
-            for numbers, samples in waves:
-                rows = [_Row(number=number, index=index) for number in numbers for index in samples]
-                seeds = [sample_seed(seed_key, prompts[row.number].uid, row.index) for row in rows]
-                logps = self._sample(decoder, [prompts[number].ids for number in numbers], rows, sampling, seeds)
-                texts = self._tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
-                for row, row_logps, text in zip(rows, logps, texts, strict=True):
-                    completions[row.number, row.index] = self._completion(row, row_logps, text)
-        return [
-            Group(prompt=prompt, completions=tuple(completions[number, index] for index in range(num_generations)))
+        rows = [
+            Row(number=number, index=index, seed=sample_seed(seed_key, prompt.uid, index))
             for number, prompt in enumerate(prompts)
+            for index in range(num_generations)
         ]
+        lengths = [len(prompt.ids) for prompt in prompts]
+        # Prompts of similar length go together, for little padding; the longest first, so that too little memory shows early.
+        unfinished = sorted(rows, key=lambda row: lengths[row.number], reverse=True)
+        while unfinished:
+            with evaluating(self._model), packed_linears(self._model):
+                enough = self._sample(unfinished, [prompt.ids for prompt in prompts], sampling)
+            unfinished = [row for row in unfinished if row.finish_reason is None]
+            if not enough:
+                self._start_again(unfinished)
+        return self._groups(prompts, rows)
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:  # noqa: ARG002  shared
         """Take the version number; the weights are the trainer's own."""
@@ -79,98 +99,87 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the engine holds nothing of its own between two calls."""
 
-    def _sample(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[tuple[int, ...]],
-        rows: list["_Row"],
-        sampling: Sampling,
-        seeds: list[int],
-    ) -> Tensor:
-        """Fill rows with sampled tokens.
+    def _sample(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> bool:
+        """Sample rows until all have finished or memory runs out; returns whether there was enough of it.
 
-        Args:
-            decoder: Runs the model.
-            prompts: Tokens of the wave's prompts.
-            rows: Empty rows, the same number for each prompt, prompt by prompt.
-            sampling: How to draw.
-            seeds: One per row.
-
-        Returns:
-            float32 [rows, max_tokens], CPU: log-probabilities, valid up to each row's length.
+        Nothing of what filled the memory outlives this call.
         """
-        stops = StopCheck(self._tokenizer, sampling)
-        repeats = len(rows) // len(prompts)
-        logits = decoder.prefill(prompts, repeats)
-        repeated = [prompt for prompt in prompts for _ in range(repeats)]
-        sampler = TokenSampler(sampling, prompts=repeated, seeds=seeds, device=logits.device)
-        logps = torch.zeros(len(rows), sampling.max_tokens, device=logits.device)
-        held, places = rows, torch.arange(len(rows), device=logits.device)
-        for position in range(sampling.max_tokens):
-            tokens, logps[places, position] = sampler.draw(logits, position)
-            self._append(held, tokens.tolist(), stops)
-            going = [place for place, row in enumerate(held) if not row.stopped]
-            if not going or position + 1 == sampling.max_tokens:
-                break
-            if decoder.rows_are_independent and len(going) < _FULL_ENOUGH * len(held):
-                staying = torch.tensor(going, device=logits.device)
-                held = [held[place] for place in going]
-                places, tokens = places[staying], tokens[staying]
-                sampler.keep(staying)
-                decoder.keep(staying)
-            logits = decoder.step(tokens)
-        return logps.cpu()
+        try:
+            slots = min(self._max_num_seqs, len(rows))
+            with self._decoding(prompts, sampling, slots) as decoder:
+                RowSampler(
+                    decoder,
+                    sampling,
+                    stops=StopCheck(self._tokenizer, sampling),
+                    prompts=prompts,
+                    slots=slots,
+                    on_progress=self._report,
+                ).run(rows)
+        except (RuntimeError, MemoryError) as error:
+            if self._max_num_seqs == 1 or not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
-    def _append(self, held: list["_Row"], tokens: list[int], stops: StopCheck) -> None:
-        """Append one token to each row that has not stopped, and see which stop now."""
-        going = [(row, token) for row, token in zip(held, tokens, strict=True) if not row.stopped]
-        for row, token in going:
-            row.ids.append(token)
-        for (row, _), stopped in zip(going, stops.ended([row.ids for row, _ in going]), strict=True):
-            row.stopped = stopped
-        if self._on_progress is not None:
-            self._on_progress(len(going))
+    @contextmanager
+    def _decoding(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, slots: int) -> Iterator[Decoder]:
+        """Give the fastest decoder that is right for the model and for sequences of this length."""
+        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
+        fits = self._window is None or longest <= self._window
+        if self._shares_prefix and fits:
+            with attending_by_groups(self._model):
+                yield GroupDecoder(self._model, prompts, slots=slots, max_tokens=sampling.max_tokens)
+            return
+        if self._shares_prefix:
+            self._notice_own_cache(f"some of its layers see {self._window:,} tokens, not all of a longer sequence")
+        yield CacheDecoder(self._model, prompts)
 
-    def _completion(self, row: "_Row", logps: Tensor, text: str) -> Completion:
-        """Close a row."""
-        return Completion(
-            index=row.index,
-            ids=tuple(row.ids),
-            logps=logps[: len(row.ids)].clone(),  # a view would keep the whole wave's storage alive
-            text=text,
-            finish_reason=FinishReason.STOP if row.stopped else FinishReason.LENGTH,
-            policy_version=self._version,
+    def _notice_own_cache(self, reason: str) -> None:
+        """Say once why the model is sampled with its own cache."""
+        self._notice(
+            f"{type(self._model).__name__}: completions are sampled with the model's own cache, "
+            f"in rows that begin together: {reason}"
         )
 
+    def _notice(self, line: str) -> None:
+        """Tell something once."""
+        if line in self.notices:
+            return
+        self.notices.append(line)
+        if self._on_notice is not None:
+            self._on_notice(line)
 
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """A completion while it grows.
+    def _start_again(self, rows: Sequence[Row]) -> None:
+        """Halve the rows that are sampled at once, and let those that were being sampled begin anew."""
+        self._max_num_seqs = max(1, min(self._max_num_seqs, len(rows)) // 2)
+        self._notice(
+            f"out of memory while sampling: from here on {self._max_num_seqs} completions are sampled at once at most "
+            "(generation.max_num_seqs)"
+        )
+        self._report(-sum(len(row.ids) for row in rows))
+        for row in rows:
+            row.restart()
+        release_unused(self._model.get_input_embeddings().weight.device)
 
-    Attributes:
-        number: Which of the call's prompts it answers.
-        index: 0..G-1 within its group.
-        ids: Tokens so far.
-        stopped: Whether the last of them ended it.
-    """
+    def _report(self, tokens: int) -> None:
+        """Report progress."""
+        if self._on_progress is not None:
+            self._on_progress(tokens)
 
-    number: int
-    index: int
-    ids: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-
-def _waves(
-    lengths: Sequence[int], *, num_generations: int, max_num_seqs: int, mix_prompts: bool
-) -> Iterator[tuple[list[int], range]]:
-    """Divide the work: numbers of prompts, and which samples of each of them are drawn at once.
-
-    Prompts of similar length share a wave, for little padding; the longest come first, so memory that is too small shows early.
-    A group larger than `max_num_seqs` takes several waves.
-    """
-    order = sorted(range(len(lengths)), key=lambda number: lengths[number], reverse=True)
-    together = max(1, max_num_seqs // num_generations) if mix_prompts else 1
-    for start in range(0, len(order), together):
-        for first in range(0, num_generations, max_num_seqs):
-            samples = range(first, min(first + max_num_seqs, num_generations))
-            yield order[start : start + together], samples
+    def _groups(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> list[Group]:
+        """Close the rows and put each to its prompt."""
+        texts = self._tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True) if rows else []
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for row, text in zip(rows, texts, strict=True):
+            assert row.finish_reason is not None
+            completions[row.number].append(
+                Completion(
+                    index=row.index,
+                    ids=tuple(row.ids),
+                    logps=torch.tensor(row.logps, dtype=torch.float32),
+                    text=text,
+                    finish_reason=row.finish_reason,
+                    policy_version=self._version,
+                )
+            )
+        return [Group(prompt=prompt, completions=tuple(own)) for prompt, own in zip(prompts, completions, strict=True)]

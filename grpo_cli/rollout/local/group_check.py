@@ -1,0 +1,91 @@
+"""Whether a model can be sampled from with the group decoder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.device_memory import is_out_of_memory
+from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
+
+_LIMIT = 1e-3
+"""Largest difference between two ways to the same logits in float32, as a share of the largest logit."""
+_REDUCED_LIMIT = 0.05
+"""The same in types of less precision."""
+
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def window_of(model: Any) -> int | None:
+    """Give the tokens that some layer of a model sees at most, its newest included; None: every layer sees all.
+
+    A few tokens could not show this. Sequences that fit into the window are not touched by it.
+    """
+    config = model.config.get_text_config()
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((window for window in windows if window is not None), default=None)
+
+
+def obstacle(model: Any) -> str | None:
+    """Compare the group decoder with plain forwards over whole sequences, on a few tokens.
+
+    Args:
+        model: In evaluation mode, gradients off.
+
+    Returns:
+        Why the model cannot be sampled from with the group decoder; None: it can.
+    """
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if layers - _ATTENTION_LAYERS:
+        return f"it has layers of {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
+    try:
+        expected, found = _logits(model)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        return " ".join(str(error).split()) or type(error).__name__
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    weight = model.get_input_embeddings().weight
+    reduced = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
+    if difference <= (_REDUCED_LIMIT if reduced else _LIMIT):
+        return None
+    return f"its logits would differ by {difference:.2g} of the largest"
+
+
+def _logits(model: Any) -> tuple[Tensor, Tensor]:
+    """Logits after the same tokens in two ways, float32 [12, V] each: plain forwards, and rows that come and go."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompts = [[7 * place % vocabulary for place in range(1, length)] for length in (6, 4)]
+    # The rows' groups, and the tokens they sample.
+    groups = (0, 0, 1, 0)
+    sampled = ((11,), (13, 17, 19), (23, 29, 31), (37,))
+    rows = [
+        [*prompts[group], *(token % vocabulary for token in tokens)]
+        for group, tokens in zip(groups, sampled, strict=True)
+    ]
+    device = model.get_input_embeddings().weight.device
+    plain = [model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0] for row in rows]
+    fed = [len(prompts[group]) for group in groups]
+    expected: list[Tensor] = []
+    found: list[Tensor] = []
+
+    def compare(held: Sequence[int], logits: Tensor) -> None:
+        expected.extend(plain[row][fed[row] - 1] for row in held)
+        found.extend(logits)
+
+    def step(held: Sequence[int]) -> None:
+        logits = decoder.step([rows[row][fed[row]] for row in held])
+        for row in held:
+            fed[row] += 1
+        compare(held, logits)
+
+    with attending_by_groups(model):
+        decoder = GroupDecoder(model, prompts, slots=3, max_tokens=3)
+        compare((0, 1, 2), decoder.join((0, 0, 1)))
+        step((0, 1, 2))
+        decoder.keep((2, 1))
+        step((2, 1))
+        compare((3,), decoder.join((0,)))
+        step((2, 1, 3))
+    return torch.stack(expected).float(), torch.stack(found).float()

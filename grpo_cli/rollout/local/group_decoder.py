@@ -1,0 +1,112 @@
+"""The fast decoder: a prompt's cache is held once for its group, and rows join and leave while others are being sampled.
+
+It feeds the model tokens that transformers' own generation would not put side by side, so it is used only with models that
+were seen to give the same logits that way (see `group_check`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.rollout.local.decoder import forward_takes
+from grpo_cli.rollout.local.group_cache import NAME, GroupCache
+
+
+class GroupDecoder:
+    """A decoder of which rows can join at any time. See `Decoder`.
+
+    Args:
+        model: A transformers causal language model inside `attending_by_groups`.
+        prompts: What rows continue; none of them empty.
+        slots: Most rows at once.
+        max_tokens: Most tokens a row samples.
+
+    Attributes:
+        cache: Keys and values.
+    """
+
+    rows_join = True
+    mixes_prompts = True
+    full_enough = 1.0
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], *, slots: int, max_tokens: int) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._device: torch.device = model.get_input_embeddings().weight.device
+        self._selects = forward_takes(model, "logits_to_keep")
+        self._first_logits: dict[int, Tensor] = {}
+        self.cache = GroupCache(slots=slots, max_tokens=max_tokens, device=self._device)
+
+    def join(self, numbers: Sequence[int]) -> Tensor:
+        """Add rows, and feed the prompts of those whose group is new. See `Decoder.join`."""
+        needed = {*numbers, *self.cache.numbers}
+        self.cache.forget_prompts(needed)
+        self._first_logits = {number: self._first_logits[number] for number in self._first_logits.keys() & needed}
+        new = [number for number in dict.fromkeys(numbers) if number not in self._first_logits]
+        if new:
+            self._feed_prompts(new)
+        self.cache.join(numbers)
+        return torch.stack([self._first_logits[number] for number in numbers])
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to each row. See `Decoder.step`."""
+        places = [
+            [len(self._prompts[number]) + length]
+            for number, length in zip(self.cache.numbers, self.cache.lengths, strict=True)
+        ]
+        self.cache.feed_rows()
+        return self._feed(torch.tensor(tokens)[:, None], torch.tensor(places))[:, -1]
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with some of the rows. See `Decoder.keep`."""
+        self.cache.keep(places)
+
+    def _feed_prompts(self, numbers: Sequence[int]) -> None:
+        """Run prompts through the model in one row without padding."""
+        prompts = [self._prompts[number] for number in numbers]
+        lengths = [len(prompt) for prompt in prompts]
+        self.cache.feed_prompts(dict(zip(numbers, lengths, strict=True)))
+        ids = torch.tensor([token for prompt in prompts for token in prompt])
+        ends = torch.tensor(lengths).cumsum(dim=0).to(self._device) - 1
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        logits = self._feed(ids[None], positions[None], **({"logits_to_keep": ends} if self._selects else {}))[0]
+        if len(logits) > len(ends):
+            logits = logits[ends]
+        self._first_logits.update(zip(numbers, logits.unbind(), strict=True))
+
+    def _feed(self, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
+        """Run tokens through the model and return its logits: [*ids.shape, V], or those that were asked for."""
+        logits: Tensor = self._model(
+            input_ids=ids.to(self._device),
+            position_ids=positions.to(self._device),
+            use_cache=False,
+            group_cache=self.cache,
+            **arguments,
+        ).logits
+        return logits
+
+
+@contextmanager
+def attending_by_groups(model: Any) -> Iterator[None]:
+    """Let a model attend through the group cache, and put its own attention back afterwards.
+
+    Raises:
+        ValueError: If its attention cannot be exchanged.
+    """
+    before = _implementations(model.config)
+    try:
+        model.set_attn_implementation(NAME)
+        if set(_implementations(model.config).values()) != {NAME}:
+            raise ValueError("its attention cannot be exchanged")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """Attention of a model, under "", and of each model it is made of, as transformers sets them."""
+    parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
+    return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001
