@@ -1,7 +1,9 @@
 """The memory of a device: what there is, what is left of it, and how it says that none is left."""
 
+import ctypes
 import gc
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,15 @@ def release_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
+    elif device.type == "cpu":
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Have the C library give back what it holds between allocations, where it can: a phase with other sizes would not reuse it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True, slots=True)

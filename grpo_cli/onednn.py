@@ -86,7 +86,9 @@ def _is_replaced_by_others(layer: nn.Linear) -> bool:
 
 def _linear(layer: nn.Linear, rows: Tensor) -> Tensor:
     """Stand in for a linear layer's forward."""
-    if torch.is_autocast_enabled("cpu") or not multiplies(rows, layer.weight):
+    # oneDNN refuses what has no rows, such as the tokens of an expert that is chosen by none.
+    usual = torch.is_autocast_enabled("cpu") or rows.ndim < 2 or not rows.numel()
+    if usual or not multiplies(rows, layer.weight):
         return nn.functional.linear(rows, layer.weight, layer.bias)
     outcome: Tensor = _Linear.apply(rows, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
     return outcome
@@ -97,7 +99,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        of_rows, of_weight, _ = ctx.needs_input_grad
+        # A frozen weight does not need the rows: under LoRA nearly all of them.
+        ctx.save_for_backward(rows if of_weight else None, weight if of_rows else None)
         return product(rows, weight, bias)
 
     @staticmethod

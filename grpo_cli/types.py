@@ -249,6 +249,21 @@ class StepTotals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RouterStats:
+    """How a mixture of experts spreads the tokens of a micro-batch.
+
+    Attributes:
+        loss: Scalar, the load-balancing loss; differentiable unless grad is off.
+        shares: float [E], which share of the tokens went to each expert.
+        tokens: Tokens that both are means over, a shared prompt counted for each of its completions.
+    """
+
+    loss: Tensor
+    shares: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStats:
     """What the policy's forward returns for the C completion tokens, in the order of `TokenBatch`.
 
@@ -257,16 +272,14 @@ class TokenStats:
         entropies: float32 [C]; differentiable only if the entropy bonus asks for it.
         tokens_useful: Tokens that carry information, each prompt counted as often as it was fed.
         tokens_computed: Tokens that went through the model, padding included.
-        router_loss: Scalar, the load-balancing loss of a mixture of experts, if it was asked for.
-        router_tokens: Tokens that it is a mean over, a shared prompt counted for each of its completions.
+        routers: Of a mixture of experts, if that was asked for.
     """
 
     logps: Tensor
     entropies: Tensor
     tokens_useful: int
     tokens_computed: int
-    router_loss: Tensor | None = None
-    router_tokens: int = 0
+    routers: RouterStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

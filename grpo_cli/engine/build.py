@@ -112,18 +112,22 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     )
     sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
     policy = PolicyModel(model, sampling=sampling)
+    prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
     misfit = check_fit(
         model,
         inputs.tokenizer,
         prompt_ids=inputs.prompts.first.ids,
-        longest_prompt=inputs.prompts.longest,
-        max_completion_length=max(recipe.generation.max_completion_length, recipe.eval.max_completion_length or 0),
+        longest_prompt=prompt,
+        max_completion_length=max(completion, recipe.eval.max_completion_length or 0),
     )
+    longest = None if prompt is None else prompt + completion
     with inputs.processes.autocast():
-        slower = choose_forward(policy, _probe(inputs.prompts.first), share_prefix=section.share_prefix)
+        slower = choose_forward(
+            policy, _probe(inputs.prompts.first), share_prefix=section.share_prefix, longest=longest
+        )
     return LoadedPolicy(
         policy=policy,
-        reference=_build_reference(inputs, policy),
+        reference=_build_reference(inputs, policy, longest),
         sampling=sampling,
         router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
         notices=slower if misfit is None else [misfit, *slower],
@@ -164,6 +168,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
             ),
             budget=_token_budget(recipe.train, loaded.policy, recorder, processes.device),
             shares_prefix=loaded.policy.shares_prefix,
+            splits_prompts=loaded.policy.splits_prompts,
         ),
         policy=prepared,
         reference=loaded.reference,
@@ -220,7 +225,7 @@ def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> Loo
     )
 
 
-def _build_reference(inputs: Inputs, policy: PolicyModel) -> ReferenceModel | None:
+def _build_reference(inputs: Inputs, policy: PolicyModel, longest: int | None) -> ReferenceModel | None:
     """Make the reference of the KL term: the recipe's model, which a resumed policy no longer is."""
     grpo = inputs.recipe.grpo
     if grpo.beta == 0.0:
@@ -232,7 +237,7 @@ def _build_reference(inputs: Inputs, policy: PolicyModel) -> ReferenceModel | No
         reference = PolicyModel(model, sampling=policy.sampling)
         reference.full_logits = policy.full_logits
         if policy.shares_prefix:
-            reference.share_prefix()
+            reference.share_prefix(longest)
     inputs.processes.prepare_frozen(reference)
     sync_steps = grpo.ref_model_sync_steps if grpo.sync_ref_model else 0
     return ReferenceModel(reference, mixup_alpha=grpo.ref_model_mixup_alpha, sync_steps=sync_steps)
@@ -259,7 +264,7 @@ def _build_evaluator(
 
 def _probe(prompt: Prompt) -> tuple[Segment, ...]:
     """Make segments to compare ways of computing log-probabilities on: a real prompt, continued by its own tokens."""
-    ids = prompt.ids[:256]
+    ids = prompt.ids[:96]  # enough to tell ways of computing apart, and a second or two on a CPU
     return (
         Segment(prompt_ids=ids, completion_ids=(ids[:8], ids[:3], ids[-1:])),
         Segment(prompt_ids=ids[: len(ids) // 2 + 1], completion_ids=(ids[-5:], ids[:6])),

@@ -47,7 +47,8 @@ def restore(stages: Stages, state: RunState, folder: Path) -> None:
     continue_schedule(stages.schedule, stages.optimizer, steps=state.step)
     stages.scorer.load_state_dict(state.stages["scorer"])
     stages.health.load_state_dict(state.stages["health"])
-    stages.gradients.budget.load_state_dict(state.stages["token_budget"])
+    if "token_budget" in state.stages:  # checkpoints of older versions have none
+        stages.gradients.budget.load_state_dict(state.stages["token_budget"])
     own = folder.parent.resolve() == stages.checkpoints.folder.resolve()
     stages.recorder.load_state_dict(state.stages["recorder"], new_run=not own)
     state.random.restore()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from grpo_cli.device_memory import trim_heap
 from grpo_cli.engine.batching import (
     active_completions,
     by_completion,
@@ -49,12 +50,14 @@ class GradientPass:
         settings: The objective.
         budget: Most tokens in one forward.
         shares_prefix: Whether the policy feeds a prompt once for its completions.
+        splits_prompts: Whether it can do so for parts of a group.
     """
 
     processes: Processes
     settings: ObjectiveSettings
     budget: TokenBudget
     shares_prefix: bool
+    splits_prompts: bool = True
 
     def accumulate(
         self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]
@@ -90,6 +93,7 @@ class GradientPass:
             computed, [only_logps(entry, indices) for entry, indices in zip(logps, active, strict=True)]
         )
         totals = self._totals(policy, groups, computed, batches)
+        shares = self._expert_shares(policy, batches)
         skipped = _tokens(groups) - _tokens(computed)
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
@@ -101,7 +105,8 @@ class GradientPass:
                 stats: TokenStats = policy(
                     batch.segments,
                     entropy_grad=self.settings.entropy_coef != 0,
-                    router_loss=self._balances_experts,
+                    routers=self._balances_experts,
+                    expert_shares=shares,
                     prompt=prompt,
                 )
                 output = loss(stats, batch.tokens, totals, self.settings)
@@ -115,13 +120,15 @@ class GradientPass:
             current.append(stats.logps.detach())
             if prompt is not None and not batch.goes_on:
                 self._backward_of(prompt)
+            if self.processes.device.type == "cpu":
+                trim_heap()  # the next micro-batch has other sizes, for which the room that this one leaves is too small
         return StepGradient(metrics=merge(outcomes), logps=by_completion(_on_cpu(current), groups, active))
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""
-        rest = prompt.loss()
-        if rest is not None:
-            with self.budget.guard(tokens=len(prompt.ids), completions=1):
+        with self.budget.guard(tokens=len(prompt.ids), completions=1):
+            rest = prompt.loss()
+            if rest is not None:
                 self.processes.backward(rest)
 
     def _logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
@@ -131,12 +138,27 @@ class GradientPass:
         found = [stats.logps for stats in self._statistics(policy, batches)]
         return by_completion(_on_cpu(found), groups, active)
 
-    def _statistics(self, policy: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[TokenStats]:
+    def _statistics(
+        self, policy: nn.Module, batches: Sequence[MicroBatch], *, routers: bool = False
+    ) -> Iterator[TokenStats]:
         """Compute statistics without a gradient."""
         for batch, prompt in _with_prompts(batches):
             with torch.no_grad(), self._guard(batch):
-                stats = policy(batch.segments, prompt=prompt)
+                stats = policy(batch.segments, routers=routers, prompt=prompt)
             yield stats
+
+    def _expert_shares(self, policy: nn.Module, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Compute which share of the step's tokens goes to each expert; it takes a pass of its own if there are several micro-batches.
+
+        The load-balancing loss is a product of two means over all tokens of the step. With one of them known beforehand it is a sum over
+        micro-batches, and does not depend on how these are cut.
+        """
+        if not self._balances_experts or len(batches) < 2:
+            return None
+        found = [
+            stats.routers for stats in self._statistics(policy, batches, routers=True) if stats.routers is not None
+        ]
+        return torch.stack([one.shares * one.tokens for one in found]).sum(dim=0) / sum(one.tokens for one in found)
 
     @property
     def _balances_experts(self) -> bool:
@@ -165,7 +187,7 @@ class GradientPass:
             micro_batch_tokens=self.budget.tokens,
             shares_prefix=self.shares_prefix,
             # The load-balancing loss of a part needs the router logits of its prompt.
-            splits_prompts=not self._balances_experts,
+            splits_prompts=self.splits_prompts and not self._balances_experts,
             device=self.processes.device,
         )
 

@@ -22,8 +22,7 @@ def loss(stats: TokenStats, tokens: TokenBatch, totals: StepTotals, settings: Ob
                + router_aux_loss_coef * load-balancing loss
 
     The KL term is on all loss tokens; the masks (entropy quantile, off-policy sequences) and the correction act on the policy term
-    only. Everything is divided by `totals`: the losses and gradients of a step's micro-batches and processes are to be summed. Of
-    the load-balancing loss, which is no mean over tokens, this makes the mean over micro-batches, weighted by their tokens.
+    only. Everything is divided by `totals`: the losses and gradients of a step's micro-batches and processes are to be summed.
 
     Args:
         stats: Log-probabilities and entropies [C], finite on loss tokens; differentiable where a gradient is wanted.
@@ -55,10 +54,10 @@ def loss(stats: TokenStats, tokens: TokenBatch, totals: StepTotals, settings: Ob
         measures["policy_loss"] = Measure(Sum, (value,))
         measures["entropy_coef"] = Measure(Max, (value.new_tensor(settings.entropy_coef),))
         value = value - settings.entropy_coef * _mean_entropy(terms, totals)
-    if stats.router_loss is not None:
-        share = stats.router_tokens / totals.router_tokens
-        measures["aux_loss"] = Measure(Sum, (stats.router_loss * share,))
-        value = value + settings.router_aux_loss_coef * share * stats.router_loss
+    if stats.routers is not None:
+        balance = stats.routers.loss * (stats.routers.tokens / totals.router_tokens)
+        measures["aux_loss"] = Measure(Sum, (balance,))
+        value = value + settings.router_aux_loss_coef * balance
     measures["entropy"] = mean(terms.entropies)
     measures.update(parts.measures(terms, settings))
     measures.update(sampling_measures(terms, settings))

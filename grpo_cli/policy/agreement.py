@@ -1,35 +1,55 @@
-"""Self-check at start: the fast ways to compute log-probabilities say what the model itself says.
+"""Self-check at start: the fast ways to compute log-probabilities say what the model itself says, in value and in gradient.
 
-The model itself is the padded row with the model's own logits. Compared with it, one after the other: another call, the head
-applied to completion positions only, and prompts that are fed once for all their completions; of the last, the gradient too.
+The model itself is the padded row with the model's own logits. Compared with it, one after the other: the head applied to
+completion positions only, prompts that are fed once for all their completions, and prompts that are fed once for parts of them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
+from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_cli.device_memory import is_out_of_memory
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.types import Segment, TokenStats
+from grpo_cli.policy.split_prompt import SplitPrompt
+from grpo_cli.types import Segment
 
 TOLERANCE = 1e-3
-"""Largest difference in a log-probability, and largest relative difference of the gradient, in float32; bfloat16 gets the width
-of its rounding."""
+"""Root mean square of the differences between log-probabilities, and relative difference between gradients, that float32 gives."""
+
+ROUNDINGS = 2.0
+"""In reduced precision a fast way may differ by this many times what one rounding more does to the model itself."""
+
+LARGEST_LIMIT = 1.0
+"""However much rounding does: what differs by more does not agree."""
+
+REPETITION_TOLERANCE = 0.1
+"""As `TOLERANCE`, for two calls on the same tokens in reduced precision: some kernels add up in any order."""
+
+LENGTH_OF_A_REASON = 160
+"""Characters of an error's message that a notice repeats."""
+
+Piece = tuple[tuple[Segment, ...], SplitPrompt | None]
+"""What one forward computes: segments, and their prompt if they are a part of a group."""
 
 
-def choose_forward(policy: PolicyModel, segments: tuple[Segment, ...], *, share_prefix: bool = True) -> list[str]:
+def choose_forward(
+    policy: PolicyModel, segments: tuple[Segment, ...], *, share_prefix: bool = True, longest: int | None = None
+) -> list[str]:
     """Let the policy compute in the fastest way that agrees with the model itself.
 
     Args:
-        policy: Its `full_logits` and `shares_prefix` are set.
+        policy: Its `full_logits`, `shares_prefix` and `splits_prompts` are set.
         segments: Real prompts with a few tokens each; at least one with two completions.
         share_prefix: Whether a prompt may be fed once for its completions.
+        longest: Tokens of the longest sequence there will be, prompt and completion; None: not known.
 
     Returns:
         One line of notice for each fast way that does not work with this model.
@@ -38,65 +58,145 @@ def choose_forward(policy: PolicyModel, segments: tuple[Segment, ...], *, share_
         ModelError: If two calls on the same tokens differ, or what the model gives is not a number.
     """
     kind = type(policy.model).__name__
-    device = next(policy.parameters()).device.type
-    reduced = next(policy.parameters()).dtype != torch.float32 or torch.is_autocast_enabled(device)
-    limit = 0.1 if reduced else TOLERANCE
+    whole: list[Piece] = [(segments, None)]
     with _whole_distribution(policy):
         policy.full_logits = True
-        plain = _log_probabilities(policy, segments)
-        if plain.isnan().any():
-            raise ModelError(
-                f"model: {kind} gives log-probabilities that are not numbers (NaN)",
-                hint="are its weights complete? try model.dtype: float32 or another model.attn_implementation",
-            )
-        noise = _difference(plain, _log_probabilities(policy, segments))
-        if not noise <= limit:
-            raise ModelError(
-                f"model: {kind} is not deterministic in training mode: "
-                f"the log-probabilities of the same tokens differ by {noise:.2g} between two calls",
-                hint="set what is random in its forward (dropout, skipped layers, router noise) to 0 in its config.json",
-            )
+        probe = _Probe.of(policy, segments)
         policy.full_logits = False
+        if reason := probe.disagreement(policy, whole, "the chunked head"):
+            policy.full_logits = True
+            return [f"{kind}: its full logits are used, in padded rows, which needs more memory and time: {reason}"]
+        if not share_prefix:
+            return []
         try:
-            difference = _difference(plain, _log_probabilities(policy, segments))
-        except (AttributeError, TypeError, RuntimeError) as error:  # a model without the usual decoder and head
+            policy.share_prefix(longest)
+        except ValueError as error:
+            return [f"{kind}: prompts are fed once per completion, in padded rows: {_in_one_line(error)}"]
+        if reason := probe.disagreement(policy, whole, "a packed row"):
+            policy.feed_prompts_apart()
+            return [f"{kind}: prompts are fed once per completion, in padded rows: {reason}"]
+        if reason := probe.disagreement(policy, _in_parts(segments), "a group in parts"):
+            policy.splits_prompts = False
+            return [f"{kind}: a group in several micro-batches is fed its prompt with each of them: {reason}"]
+    return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """Log-probabilities float [C], and the gradient float32 [..] of a weighted sum of them."""
+
+    logps: Tensor
+    gradient: Tensor
+
+    def difference(self, other: "_Outcome") -> tuple[float, float]:
+        """Root mean square of the differences between log-probabilities, and relative difference between gradients.
+
+        Means, since single numbers in reduced precision say little.
+        """
+        gradient = (self.gradient - other.gradient).norm() / other.gradient.norm().clamp(min=1e-30)
+        return _distance(self.logps, other.logps), gradient.nan_to_num(nan=math.inf).item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Probe:
+    """What the model itself says about some segments, and how much another way may differ.
+
+    Attributes:
+        own: What it says.
+        limits: Of the two numbers of `_Outcome.difference`.
+        parameters: What the gradient is taken with respect to.
+    """
+
+    own: _Outcome
+    limits: tuple[float, float]
+    parameters: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(cls, policy: PolicyModel, segments: tuple[Segment, ...]) -> "_Probe":
+        """Ask the model itself.
+
+        Raises:
+            ModelError: As `choose_forward` says.
+        """
+        parameters = _first_trained(policy.model)
+        own = _outcome(policy, [(segments, None)], parameters)
+        first = next(policy.parameters())
+        is_reduced = first.dtype != torch.float32 or torch.is_autocast_enabled(first.device.type)
+        _check_numbers(policy, segments, own.logps, tolerance=REPETITION_TOLERANCE if is_reduced else TOLERANCE)
+        limits = TOLERANCE, TOLERANCE
+        if is_reduced:
+            with _nudged(policy):
+                rounding = _outcome(policy, [(segments, None)], parameters).difference(own)
+            limits = _limit(rounding[0]), _limit(rounding[1])
+        return cls(own=own, limits=limits, parameters=parameters)
+
+    def disagreement(self, policy: PolicyModel, pieces: Iterable[Piece], way: str) -> str | None:
+        """Say in what the policy, as it is set now, does not agree with the model itself; None if it does. `way` names the setting."""
+        try:
+            found = _outcome(policy, pieces, self.parameters)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            # The model has no usual decoder or head, or its forward takes no packed row.
             if is_out_of_memory(error):
                 raise
-            difference = math.inf
-        if difference > limit:
-            policy.full_logits = True
-            notice = (
-                f"{kind} does something to its logits that the chunked head does not know (log-probabilities differ by "
-                f"{difference:.2g}): using the model's full logits in padded rows, which needs more memory and time"
-            )
-            return [notice]
-        reason = _try_shared_prefix(policy, segments, plain, limit) if share_prefix else None
-    return [] if reason is None else [f"{kind}: prompts are fed once per completion, in padded rows: {reason}"]
+            return f"{way} is not possible ({_in_one_line(error)})"
+        logps, gradient = found.difference(self.own)
+        if not logps <= self.limits[0]:
+            return f"log-probabilities of {way} differ by {logps:.2g}"
+        if not gradient <= self.limits[1]:
+            return f"the gradient of {way} differs by {gradient:.2g}"
+        return None
 
 
-def _try_shared_prefix(policy: PolicyModel, segments: tuple[Segment, ...], plain: Tensor, limit: float) -> str | None:
-    """Feed prompts once if that works; otherwise say why it does not."""
-    plain_gradient = _gradient(policy, segments)
+def _check_numbers(policy: PolicyModel, segments: tuple[Segment, ...], logps: Tensor, *, tolerance: float) -> None:
+    """Raise if log-probabilities are no numbers, or others in a second call."""
+    kind = type(policy.model).__name__
+    if logps.isnan().any():
+        raise ModelError(
+            f"model: {kind} gives log-probabilities that are not numbers (NaN)",
+            hint="are its weights complete? try model.dtype: float32 or another model.attn_implementation",
+        )
+    with torch.no_grad():
+        again = policy(segments).logps
+    noise = _distance(again, logps)
+    if noise > tolerance:
+        raise ModelError(
+            f"model: {kind} is not deterministic in training mode: "
+            f"the log-probabilities of the same tokens differ by {noise:.2g} between two calls",
+            hint="set what is random in its forward (dropout, skipped layers, router noise) to 0 in its config.json",
+        )
+
+
+def _limit(rounding: float) -> float:
+    """Decide how much a fast way may differ where one rounding more makes this difference."""
+    return min(max(TOLERANCE, ROUNDINGS * rounding), LARGEST_LIMIT)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Root mean square of differences. Equal infinities do not differ, and NaN (in one of them) is larger than any limit."""
+    differences = (one - other).masked_fill(one == other, 0.0)
+    return differences.square().mean().sqrt().nan_to_num(nan=math.inf).item()
+
+
+@contextmanager
+def _nudged(policy: PolicyModel) -> Iterator[None]:
+    """Make every second number of the embeddings one unit in the last place larger.
+
+    Every later rounding falls out in another way then, so what the model says differs by what rounding can do to it. The same
+    rows without padding would say less: most of their roundings are the same.
+    """
+    embedding = policy.model.get_input_embeddings()
+    device = embedding.weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else embedding.weight.dtype
+
+    def nudge(_module: nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
+        units = torch.arange(embedded.shape[-1], device=embedded.device) % 2
+        return embedded * (1 + units * torch.finfo(dtype).eps).to(embedded.dtype)
+
+    handle = embedding.register_forward_hook(nudge)
     try:
-        policy.share_prefix()
-    except ValueError as error:
-        return " ".join(str(error).split())
-    try:
-        difference = _difference(plain, _log_probabilities(policy, segments))
-        gradient = _gradient(policy, segments)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # a forward that takes no packed row
-        if is_out_of_memory(error):
-            raise
-        policy.feed_prompts_apart()
-        return f"it takes no packed row ({type(error).__name__})"
-    if not difference <= limit:
-        policy.feed_prompts_apart()
-        return f"log-probabilities of a packed row differ by {difference:.2g}"
-    difference = ((gradient - plain_gradient).norm() / plain_gradient.norm().clamp(min=1e-30)).item()
-    if not difference <= limit:
-        policy.feed_prompts_apart()
-        return f"the gradient of a packed row differs by {difference:.2g}"
-    return None
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -110,29 +210,63 @@ def _whole_distribution(policy: PolicyModel) -> Iterator[None]:
         policy.sampling = sampling
 
 
-@torch.no_grad()
-def _log_probabilities(policy: PolicyModel, segments: tuple[Segment, ...]) -> Tensor:
-    stats: TokenStats = policy(segments)
-    return stats.logps
+def _outcome(policy: PolicyModel, pieces: Iterable[Piece], parameters: Sequence[nn.Parameter]) -> _Outcome:
+    """Compute log-probabilities piece by piece, and the gradient of a sum of them in which each completion token has its own weight."""
+    pieces = list(pieces)
+    tokens = sum(len(ids) for segments, _ in pieces for segment in segments for ids in segment.completion_ids)
+    # All positive: a prompt of one token gives equal completions, whose gradients must not cancel.
+    weights = torch.linspace(1, 2, tokens, device=next(policy.parameters()).device)
+    prompts = list(dict.fromkeys(prompt for _, prompt in pieces if prompt is not None))
+    found: list[Tensor] = []
+    try:
+        with torch.set_grad_enabled(bool(parameters)):
+            for segments, prompt in pieces:
+                logps: Tensor = policy(segments, prompt=prompt).logps
+                found.append(logps.detach())
+                share, weights = weights[: len(logps)], weights[len(logps) :]
+                leaves = [] if prompt is None else prompt.leaves
+                _backward((logps * share).sum(), [*parameters, *leaves])
+            for prompt in prompts:
+                _backward(prompt.loss(), parameters)
+        gradients = [_gradient(parameter).flatten().float() for parameter in parameters]
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return _Outcome(logps=torch.cat(found), gradient=torch.cat([weights.new_zeros(1), *gradients]))
 
 
-def _gradient(policy: PolicyModel, segments: tuple[Segment, ...]) -> Tensor:
-    """Gradient of a weighted sum of log-probabilities with respect to the first layer, which all other layers have a part in.
+def _backward(loss: Tensor | None, inputs: Sequence[Tensor]) -> None:
+    """Add a loss's gradient to that of the inputs alone; what no gradient leads to is left out."""
+    if inputs and loss is not None and loss.requires_grad:
+        torch.autograd.backward(loss, inputs=list(inputs))
 
-    That of all layers would be another copy of the model.
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Give a parameter's gradient: zeros if there is none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _first_trained(model: Any) -> list[nn.Parameter]:
+    """Give the trained parameters of the first layer that has some, in which the gradients of all later layers meet.
+
+    Those of all layers would be another copy of the model. A model without known layers is taken as a whole.
     """
-    decoder: Any = policy.model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    trained = [value for value in (layers[0] if layers else decoder).parameters() if value.requires_grad]
-    if not trained:
-        return torch.zeros(1)
-    with torch.enable_grad():
-        logps = policy(segments).logps
-        loss = (logps * torch.linspace(-1, 1, len(logps), device=logps.device)).sum()
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-    return torch.cat([gradient.flatten().float() for gradient in gradients])
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for part in chain(getattr(decoder, "layers", ()), [decoder]):
+        if trained := [value for value in part.parameters() if value.requires_grad]:
+            return trained
+    return []
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference; equal infinities do not differ, and NaN (in one of them) is larger than any limit."""
-    return (one - other).abs().masked_fill(one == other, 0.0).nan_to_num(nan=torch.inf).max().item()
+def _in_parts(segments: tuple[Segment, ...]) -> Iterator[Piece]:
+    """Each group as two parts, with a prompt that goes through the model once for both."""
+    for segment in segments:
+        prompt = SplitPrompt(segment.prompt_ids)
+        for part in (segment.completion_ids[:1], segment.completion_ids[1:]):
+            if part:
+                yield (Segment(prompt_ids=segment.prompt_ids, completion_ids=part),), prompt
+
+
+def _in_one_line(error: Exception) -> str:
+    """Shorten what an error says; those without a message have their kind only."""
+    return shorten(str(error) or type(error).__name__, LENGTH_OF_A_REASON, placeholder=" ...")

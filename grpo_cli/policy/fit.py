@@ -33,22 +33,27 @@ def check_fit(
 
     Raises:
         ModelError: If the tokenizer has ids that the model has no embedding for, or a sequence may be longer than the model's
-            table of positions.
+            table of positions, or so long that the positions of all others in a batch would be encoded in another way.
     """
     _check_vocabulary(model, tokenizer, prompt_ids)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
     longest = (longest_prompt or 0) + max_completion_length
+    prompt = "" if longest_prompt is None else f"the longest prompt ({longest_prompt:,}) and "
+    found = f"{prompt}generation.max_completion_length ({max_completion_length:,}) make {longest:,} tokens"
+    hint = "lower generation.max_completion_length or dataset.max_prompt_length"
+    for kind, original in _length_dependent_rotations(config):
+        if longest > original:
+            raise ModelError(
+                f"model.name_or_path: {found}; beyond {original:,} the model's rotary embedding ({kind}) depends on the longest "
+                "sequence of a batch, and so would all log-probabilities",
+                hint=hint,
+            )
+    positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or longest <= positions:
         return None
-    prompt = "" if longest_prompt is None else f"the longest prompt ({longest_prompt:,}) and "
-    found = (
-        f"{prompt}generation.max_completion_length ({max_completion_length:,}) make {longest:,} tokens, "
-        f"the model has {positions:,} positions"
-    )
+    found = f"{found}, the model has {positions:,} positions"
     if _has_position_table(model, positions):
-        raise ModelError(
-            f"model.name_or_path: {found}", hint="lower generation.max_completion_length or dataset.max_prompt_length"
-        )
+        raise ModelError(f"model.name_or_path: {found}", hint=hint)
     return f"{found}: beyond them its answers may be poor"
 
 
@@ -68,6 +73,28 @@ def _check_vocabulary(model: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> 
             f"with id {largest:,}, but the model has embeddings for {rows:,} tokens only",
             hint="leave model.tokenizer_name_or_path out to use the model's own tokenizer",
         )
+
+
+def _length_dependent_rotations(config: Any) -> Iterator[tuple[str, int]]:
+    """Give the kind of each rotary embedding whose frequencies depend on the longest position of a call, and the length from which
+    on they do (see `dynamic_rope_update` of transformers).
+
+    Models with several kinds of layers may have rotations for each of them.
+    """
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for entry in nested or [parameters]:
+        kind = str(entry.get("rope_type") or entry.get("type"))
+        original = None
+        if kind == "longrope":
+            original = entry.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+        elif "dynamic" not in kind:
+            continue
+        original = original or getattr(config, "max_position_embeddings", None)
+        if isinstance(original, int):
+            yield kind, original
 
 
 def _has_position_table(model: nn.Module, positions: int) -> bool:

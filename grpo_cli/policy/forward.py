@@ -9,19 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
 from grpo_cli.policy.layout import Layout, completions_row, packed_row, padded_rows
+from grpo_cli.policy.router import expert_shares as shares_of_experts
 from grpo_cli.policy.router import load_balancing_loss
 from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.split_prompt import SplitPrompt
-from grpo_cli.types import Sampling, Segment, TokenStats
+from grpo_cli.types import RouterStats, Sampling, Segment, TokenStats
 
 
-def has_windows(config: Any) -> bool:
-    """Tell whether some layer of a model attends to a part of what is before only; a short probe could not show it."""
+def has_windows(config: Any, longest: int | None = None) -> bool:
+    """Tell whether some layer of a model attends to a part of what is before only; a short probe could not show it.
+
+    Args:
+        config: Of the text model.
+        longest: Tokens of the longest sequence there will be: a window of that many hides nothing. None: not known.
+    """
+    reaches = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    return bool(layers or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+    if longest is None or not layers <= reaches.keys():
+        return bool(layers or any(reaches.values()))
+    used = [reach for layer, reach in reaches.items() if reach or layer in layers]
+    return not all(isinstance(reach, int) and reach >= longest for reach in used)
 
 
 class PolicyModel(nn.Module):
@@ -37,6 +51,7 @@ class PolicyModel(nn.Module):
         shares_prefix: Whether a prompt is fed once for all its completions, in a packed row without padding.
         full_logits: Whether the model's own logits are taken at every position instead of applying the head to completion
             positions only: slower, for models whose head does more than `LogitScaling` knows.
+        splits_prompts: Whether a prompt may be fed once for parts of its group too, as a `SplitPrompt`, where it is fed once.
     """
 
     def __init__(self, model: Any, *, sampling: Sampling) -> None:
@@ -45,10 +60,14 @@ class PolicyModel(nn.Module):
         self.sampling = sampling
         self.shares_prefix = False
         self.full_logits = False
+        self.splits_prompts = True
         self.scaling = LogitScaling.of(model.config.get_text_config())
 
-    def share_prefix(self) -> None:
+    def share_prefix(self, longest: int | None = None) -> None:
         """Feed prompts once. The model must attend through transformers' interface, to everything before or through a window.
+
+        Args:
+            longest: Tokens of the longest sequence there will be, prompt and completion; None: not known.
 
         Raises:
             ValueError: If it does not.
@@ -59,7 +78,7 @@ class PolicyModel(nn.Module):
             raise ValueError("its layers carry a recurrent state")
         if implementation not in {*shared_prefix.NAMES, *shared_prefix.NAMES.values()}:
             raise ValueError(f"its attention is {implementation}")
-        if has_windows(config) and config.model_type not in shared_prefix.WINDOWED_FAMILIES:
+        if has_windows(config, longest) and config.model_type not in shared_prefix.WINDOWED_FAMILIES:
             raise ValueError("its layers do not all attend to everything before")
         self.model.set_attn_implementation(shared_prefix.NAMES.get(implementation, implementation))
         self.shares_prefix = True
@@ -76,7 +95,8 @@ class PolicyModel(nn.Module):
         segments: tuple[Segment, ...],
         *,
         entropy_grad: bool = False,
-        router_loss: bool = False,
+        routers: bool = False,
+        expert_shares: Tensor | None = None,
         prompt: SplitPrompt | None = None,
     ) -> TokenStats:
         """Compute log-probability and entropy of every completion token.
@@ -84,7 +104,8 @@ class PolicyModel(nn.Module):
         Args:
             segments: Prompts with completions; at least one completion in all.
             entropy_grad: Whether the entropies are differentiable.
-            router_loss: Whether to compute the load-balancing loss of a mixture of experts; not for a part of a group.
+            routers: Whether to compute the load-balancing loss of a mixture of experts; not for a part of a group.
+            expert_shares: float [E], the shares that this loss is to be computed with; None: those of these segments.
             prompt: The prompt of the one segment, which is a part of a group: it goes through the model with the first part only.
                 Needs `shares_prefix`.
 
@@ -92,16 +113,16 @@ class PolicyModel(nn.Module):
             Statistics in the order of the segments' completion tokens.
         """
         if prompt is not None:
-            assert not router_loss
+            assert not routers
             return self._part_of_a_group(segments, prompt, entropy_grad=entropy_grad)
         layout = (packed_row if self.shares_prefix else padded_rows)(segments)
         # Counted before the layout moves: asking a device would wait for it.
         useful = int(layout.multiplicity.count_nonzero())
-        sequence_tokens = int(layout.multiplicity.sum())
+        in_sequences = int(layout.multiplicity.sum())
         layout = layout.to(self._device)
         packed = PackedRow(layout.prefixes, self._device) if layout.prefixes else None
         common = self._common(layout, entropy_grad=entropy_grad)
-        inputs = _inputs(layout, packed) | ({"output_router_logits": True} if router_loss else {})
+        inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
         if self.full_logits:
             outputs = self.model(**inputs)
             logits = outputs.logits[layout.row, layout.column].float()
@@ -110,13 +131,15 @@ class PolicyModel(nn.Module):
             outputs = self.model.get_decoder()(**inputs)
             hidden = outputs.last_hidden_state[layout.row, layout.column]
             logps, entropies = token_statistics(hidden, head=self._head, scaling=self.scaling, **common)
+        found = None
+        if routers:
+            found = self._routers(outputs.router_logits, layout.multiplicity.flatten(), expert_shares, in_sequences)
         return TokenStats(
             logps=logps.float(),
             entropies=entropies.float(),
             tokens_useful=useful,
             tokens_computed=layout.ids.numel(),
-            router_loss=self._router_loss(outputs.router_logits, layout.multiplicity) if router_loss else None,
-            router_tokens=sequence_tokens if router_loss else 0,
+            routers=found,
         )
 
     def _part_of_a_group(self, segments: tuple[Segment, ...], prompt: SplitPrompt, *, entropy_grad: bool) -> TokenStats:
@@ -144,10 +167,18 @@ class PolicyModel(nn.Module):
         )
         return TokenStats(logps=logps.float(), entropies=entropies.float(), tokens_useful=fed, tokens_computed=fed)
 
-    def _router_loss(self, router_logits: tuple[Tensor, ...], multiplicity: Tensor) -> Tensor:
-        """Compute the load-balancing loss of all tokens of a layout."""
-        experts_per_token = self.model.config.get_text_config().num_experts_per_tok
-        return load_balancing_loss(router_logits, multiplicity.flatten(), experts_per_token=experts_per_token)
+    def _routers(
+        self, router_logits: tuple[Tensor, ...], multiplicity: Tensor, shares: Tensor | None, tokens: int
+    ) -> RouterStats:
+        """Compute how the tokens of a layout are spread over experts."""
+        if not router_logits:
+            raise ModelError(
+                f"grpo.router_aux_loss_coef: {type(self.model).__name__} gives no router logits", hint="set it to 0"
+            )
+        chosen: int = self.model.config.get_text_config().num_experts_per_tok
+        own = shares_of_experts(router_logits, multiplicity, experts_per_token=chosen)
+        balance = load_balancing_loss(router_logits, multiplicity, shares=own if shares is None else shares)
+        return RouterStats(loss=balance, shares=own, tokens=tokens)
 
     @property
     def _device(self) -> torch.device:

@@ -21,8 +21,8 @@ from grpo_cli.distribution import filter_logits
 from grpo_cli.policy.products import add_product, operand_dtype, project, sum_dtype
 from grpo_cli.types import Sampling
 
-LOGITS_PER_CHUNK = 2**24
-"""Elements of one chunk of logits on a CPU: 64 MiB of float32, enough rows for matrix products at full speed."""
+LOGITS_PER_CHUNK = 2**22
+"""Elements of one chunk of logits on a CPU: 16 MiB of float32. Four times as many are 3 % faster and add to the peak of memory."""
 
 LOGITS_PER_CHUNK_ON_ACCELERATORS = 2**27
 """There a chunk should have more rows, since each one reads and writes the whole gradient of the weights."""

@@ -6,9 +6,11 @@ training forward, the padded forward and generation.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,45 @@ WINDOWED_FAMILIES = frozenset({"gemma2", "gemma3_text", "mistral", "phi3", "qwen
 
 _HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_router_logits", "layer_idx"})
 """Arguments that change nothing about a packed row's attention; dropout is 0 (see `load.disable_dropout`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rectangle:
+    """A group's G completions as rows of the same width W, the shorter ones filled up at the end with their first token.
+
+    Everything is an index that needs no look at a device: a boolean mask would make the host wait for it in every layer.
+
+    Attributes:
+        count: G.
+        queries: int64 [G * W], the place of each cell among the row's queries.
+        keys: int64 [G * W], the same among its keys.
+        real: int64 [fed tokens], the cells that are not filled up.
+    """
+
+    count: int
+    queries: Tensor
+    keys: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, prefix: SharedPrefix, device: torch.device, *, keys_before: int) -> Self:
+        """Lay out the fed tokens of a group; `keys_before` are in front of the row's own."""
+        starts, lengths = (torch.tensor(numbers) for numbers in zip(*prefix.completions, strict=True))
+        offsets = torch.arange(int(lengths.max()))
+        present = offsets < lengths[:, None]
+        keys = (starts[:, None] + offsets * present).flatten()
+        indices = keys - keys_before, keys, present.flatten().nonzero()[:, 0]
+        queries, keys, real = (index.to(device) for index in indices)
+        return cls(count=len(starts), queries=queries, keys=keys, real=real)
+
+    def cut(self, states: Tensor, places: Tensor) -> Tensor:
+        """Take the rows [G, H, W, D] out of states [1, H, T, D]."""
+        cells = states[0].index_select(1, places)
+        return cells.view(len(cells), self.count, -1, cells.shape[-1]).transpose(0, 1)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Put the real cells of rows [G, H, W, D] one after another: [H, fed tokens, D]."""
+        return rows.transpose(0, 1).flatten(1, 2).index_select(1, self.real)
 
 
 class PackedRow:
@@ -63,23 +104,14 @@ class PackedRow:
             prefix.length + max((length for _, length in prefix.completions), default=0) for prefix in prefixes
         )
         self._device = device
-        self._places: dict[SharedPrefix, tuple[Tensor, Tensor]] = {}
+        self._rectangles: dict[SharedPrefix, Rectangle] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def places(self, prefix: SharedPrefix) -> tuple[Tensor, Tensor]:
-        """Where a group's fed completion tokens stand, as a rectangle.
-
-        Returns:
-            places: int64 [G, W], filled up at the end of each row with the completion's first place.
-            present: bool [G, W], False where it is filled up.
-        """
-        if prefix not in self._places:
-            starts, lengths = (torch.tensor(numbers) for numbers in zip(*prefix.completions, strict=True))
-            offsets = torch.arange(int(lengths.max()))
-            present = offsets < lengths[:, None]
-            places = starts[:, None] + offsets * present
-            self._places[prefix] = (places.to(self._device), present.to(self._device))
-        return self._places[prefix]
+    def rectangle(self, prefix: SharedPrefix) -> Rectangle:
+        """Where a group's fed completion tokens stand."""
+        if prefix not in self._rectangles:
+            self._rectangles[prefix] = Rectangle.of(prefix, self._device, keys_before=self.keys_before)
+        return self._rectangles[prefix]
 
     def mask(self, before: int, width: int, window: int | None) -> Tensor:
         """Bool [width, before + width]: what each of `width` tokens sees of those before and of its own."""
@@ -137,14 +169,27 @@ def shared_prefix_attention(
     unknown = [name for name, argument in arguments.items() if name not in _HARMLESS and argument is not None]
     if unknown:
         raise ValueError(f"its attention takes {unknown[0]}")
+    query, key, value = _of_one_precision(query, key, value)
     if packed.records is not None:
         packed.records.record(_layer(module), key, value)
     if packed.continues is not None:
         key, value = packed.continues.before(_layer(module), key, value)
     window = None if sliding_window is None or sliding_window >= packed.longest else sliding_window
-    if query.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]:
+    if _attends_in_blocks(query, value, window, softcap):
         return two_part_attention(query, key, value, packed.blocks, scaling).transpose(1, 2), None
     return _gathered_attention(packed, query, key, value, scaling, window, softcap), None
+
+
+def _attends_in_blocks(query: Tensor, value: Tensor, window: int | None, softcap: float | None) -> bool:
+    """Tell whether `two_part_attention` can compute a layer: its kernel is one for CPUs, and knows nothing but causality."""
+    return query.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]
+
+
+def _of_one_precision(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring all three to the precision that torch's attention would compute in: rotations leave queries and keys in float32."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _layer(module: nn.Module) -> int:
@@ -168,39 +213,36 @@ def _gathered_attention(
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(repeats, dim=1) if repeats > 1 else states for states in (key, value))
-    before = packed.keys_before
     parts = []
     for prefix in packed.prefixes:
         prompt = slice(prefix.start, prefix.start + prefix.length)
         own_key, own_value = key[:, :, prompt], value[:, :, prompt]
-        if not before:
-            mask = packed.mask(0, prefix.length, window)
+        if not packed.keys_before:
+            mask = None if window is None and softcap is None else packed.mask(0, prefix.length, window)
             parts.append(_masked_attention(query[:, :, prompt], own_key, own_value, mask, scaling, softcap)[0])
         if not prefix.completions:
             continue
-        places, present = packed.places(prefix)
-        count, width = places.shape
-        queries = query[0][:, places - before].transpose(0, 1)
+        group = packed.rectangle(prefix)
+        queries = group.cut(query, group.queries)
         keys, values = (
-            torch.cat([own.expand(count, -1, -1, -1), states[0][:, places].transpose(0, 1)], dim=2)
+            torch.cat([own.expand(group.count, -1, -1, -1), group.cut(states, group.keys)], dim=2)
             for own, states in ((own_key, key), (own_value, value))
         )
-        mask = packed.mask(prefix.length, width, window)
-        output = _masked_attention(queries, keys, values, mask, scaling, softcap)
-        parts.append(output.transpose(0, 1)[:, present])
+        mask = packed.mask(prefix.length, queries.shape[2], window)
+        parts.append(group.join(_masked_attention(queries, keys, values, mask, scaling, softcap)))
     return torch.cat(parts, dim=1).transpose(0, 1)[None].contiguous()
 
 
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Attention of [B, H, T, D] queries with a bool mask [.., T, S]; None: all see all."""
+    """Attention of [B, H, T, D] queries with a bool mask [T, S]; None: each sees those up to itself, for which kernels need no mask."""
     if softcap is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    assert mask is not None, "soft-capped scores are masked by hand"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = softcap * torch.tanh((query @ key.transpose(-2, -1)) * (scale / softcap))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
@@ -210,10 +252,23 @@ def _plain(implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(module: nn.Module, *states: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         call = AttentionInterface().get_interface(implementation, eager)
-        output: tuple[Tensor, Tensor | None] = call(module, *states, **arguments)
+        with _named(implementation, module):
+            output: tuple[Tensor, Tensor | None] = call(module, *states, **arguments)
         return output
 
     return attention
+
+
+@contextmanager
+def _named(implementation: str, module: nn.Module) -> Iterator[None]:
+    """Call a layer's attention by its real name: transformers looks flash kernels up by what the layer's config says."""
+    config: Any = module.config
+    name = config._attn_implementation_internal  # noqa: SLF001  the public name would change the configs of other modalities too
+    config._attn_implementation_internal = implementation  # noqa: SLF001
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = name  # noqa: SLF001
 
 
 for _implementation, _name in NAMES.items():

@@ -18,9 +18,8 @@ class SplitPrompt:
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.ids = ids
-        self._computed: dict[int, tuple[Tensor, ...]] = {}
-        self._leaves: dict[int, tuple[Tensor, ...]] = {}
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._layers: dict[int, tuple[_State, _State]] = {}
+        self._last: _State | None = None
 
     @property
     def is_computed(self) -> bool:
@@ -31,37 +30,75 @@ class SplitPrompt:
     def last_hidden(self) -> Tensor:
         """State that predicts first tokens, float [1, H]."""
         assert self._last is not None, "the prompt has not gone through the model"
-        return self._last[1]
+        return self._last.leaf
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the completions' backwards must reach, if they are told which gradients to compute."""
+        return [state.leaf for state in self._states() if state.leaf.requires_grad]
 
     def record(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep a layer's keys and values, float [1, K, P, D] each. What a recomputation in the backward records again is ignored."""
-        if layer not in self._computed:
-            self._computed[layer] = (key, value)
-            self._leaves[layer] = (_leaf(key), _leaf(value))
+        """Keep a layer's keys and values, float [1, K, P, D] each. What a recomputation in the backward records again is ignored.
+
+        Raises:
+            ValueError: If the layer attends more than once in the prompt's forward: there is one place for its keys.
+        """
+        if self.is_computed:
+            return
+        if layer in self._layers:
+            raise ValueError(f"its layer {layer} attends more than once")
+        self._layers[layer] = (_State(key), _State(value))
 
     def close(self, last_hidden: Tensor) -> None:
         """Keep the prompt's last hidden state, float [1, H]: the prompt is computed."""
-        self._last = (last_hidden, _leaf(last_hidden))
+        self._last = _State(last_hidden)
 
     def before(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put a layer's kept keys and values in front of those of completions: float [1, K, P + T, D]."""
-        kept_key, kept_value = self._leaves[layer]
-        return torch.cat([kept_key, key], dim=2), torch.cat([kept_value, value], dim=2)
+        kept_key, kept_value = self._layers[layer]
+        return torch.cat([kept_key.leaf, key], dim=2), torch.cat([kept_value.leaf, value], dim=2)
 
     def loss(self) -> Tensor | None:
         """Give a scalar whose gradient is what the completions' backwards left for the prompt; None if that is nothing.
 
         Its value means nothing. It is a scalar, so that it can go wherever losses go.
         """
-        pairs = [
-            pair for layer, states in self._computed.items() for pair in zip(states, self._leaves[layer], strict=True)
+        terms = [
+            (state.computed * state.gradient.total).sum(dtype=torch.float32)
+            for state in self._states()
+            if state.gradient.total is not None
         ]
-        if self._last is not None:
-            pairs.append(self._last)
-        terms = [(computed * leaf.grad).sum(dtype=torch.float32) for computed, leaf in pairs if leaf.grad is not None]
         return torch.stack(terms).sum() if terms else None
 
+    def _states(self) -> list["_State"]:
+        states = [state for pair in self._layers.values() for state in pair]
+        return states if self._last is None else [*states, self._last]
 
-def _leaf(states: Tensor) -> Tensor:
-    """Cut states off their graph, to collect their gradient."""
-    return states.detach().requires_grad_(states.requires_grad)
+
+class _State:
+    """A tensor of the prompt's graph, and the leaf that completions read in its place."""
+
+    def __init__(self, computed: Tensor) -> None:
+        self.computed = computed
+        self.leaf = computed.detach().requires_grad_(computed.requires_grad)
+        self.gradient = _GradientSum()
+        if computed.requires_grad:
+            self.leaf.register_post_accumulate_grad_hook(self.gradient)  # type: ignore[no-untyped-call]
+
+
+class _GradientSum:
+    """Takes what each backward leaves in a leaf, and adds it up in float32 or better, whatever the leaf's precision.
+
+    It does not know the leaf, which knows it: a cycle would keep the prompt's states until a garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if self.total is None:
+            self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        else:
+            self.total += gradient

@@ -107,8 +107,8 @@ class _TwoPart(torch.autograd.Function):
         for block in blocks.shared:
             part, part_sums = _attend(*_parts(block, queries, keys, values), 0.0, block.causal, scale=scaling)
             own, own_sums = outputs[:, :, block.queries], sums[:, :, block.queries]
-            # lerp with the prompt's share of the softmax's denominator
-            own.lerp_(part, (part_sums - own_sums).sigmoid_().to(part.dtype)[..., None])
+            share = (part_sums - own_sums).sigmoid_()[..., None]  # the prompt's, of the softmax's denominator
+            own.copy_(own.to(sums.dtype).lerp_(part.to(sums.dtype), share))  # in float32 that is in place
             torch.logaddexp(own_sums, part_sums, out=own_sums)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.blocks, ctx.scaling = blocks, scaling

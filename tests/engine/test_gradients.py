@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.engine.batching import micro_batches
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
@@ -102,29 +101,23 @@ def test_gradient_and_metrics_do_not_depend_on_the_token_budget(
                 assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("budget", [10_000, 8])
-def test_the_load_balancing_loss_is_a_part_of_the_gradient(
+@pytest.mark.parametrize("budget", [10_000, 30, 8])
+def test_the_load_balancing_loss_is_that_of_the_whole_step_however_it_is_split(
     budget: int, groups: list[TrainingGroup], tmp_path: Path
 ) -> None:
-    """It is over all tokens, those of completions that are out of the policy term included, weighted by micro-batch."""
-    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen3_moe"), dtype=torch.float32)
+    """It is over all tokens, those of completions that are out of the policy term included, and no mean over micro-batches."""
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen3_moe"))
     settings, logps = settings_of("dapo"), drifted(groups)
     without, _ = gradient(model, groups, logps, settings, budget, shared=True)
     balanced = replace(settings, router_aux_loss_coef=0.1)
     found, metrics = gradient(model, groups, logps, balanced, budget, shared=True)
     assert metrics["tokens/skipped"] == 0
 
-    batches = micro_batches(
-        groups, logps, micro_batch_tokens=budget, shares_prefix=True, splits_prompts=False, device=torch.device("cpu")
-    )
-    assert (len(batches) == 1) == (budget > 1000)
+    rows = [group.prompt_ids + ids[:-1] for group in groups for ids in group.completion_ids]
+    mask = torch.tensor([[int(place < len(row)) for place in range(max(map(len, rows)))] for row in rows])
+    padded = torch.tensor([[*row, *[0] * (mask.shape[1] - len(row))] for row in rows])
     model.zero_grad()
-    policy = PolicyModel(model, sampling=SAMPLING)
-    policy.share_prefix()
-    stats = [policy(batch.segments, router_loss=True) for batch in batches]
-    everything = sum(one.router_tokens for one in stats)
-    assert everything == sum(len(group.prompt_ids) + len(ids) - 1 for group in groups for ids in group.completion_ids)
-    expected = sum(one.router_loss * one.router_tokens / everything for one in stats)
+    expected = model(padded, attention_mask=mask, output_router_logits=True).aux_loss
     torch.autograd.backward(expected)
     assert metrics["aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
     for name, value in model.named_parameters():

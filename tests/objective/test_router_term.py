@@ -8,7 +8,7 @@ from objective.objective_batches import make_batch, make_settings, make_totals
 from grpo_cli.metrics import results
 from grpo_cli.objective.loss import loss
 from grpo_cli.objective.settings import LossType
-from grpo_cli.types import TokenStats
+from grpo_cli.types import RouterStats, TokenStats
 
 
 def test_the_router_loss_is_the_mean_over_micro_batches_weighted_by_their_tokens() -> None:
@@ -18,7 +18,12 @@ def test_the_router_loss_is_the_mean_over_micro_batches_weighted_by_their_tokens
     plain = TokenStats(logps=batch.logps, entropies=batch.entropies, tokens_useful=0, tokens_computed=0)
     without = loss(plain, batch.tokens, totals, settings)
     balance = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
-    output = loss(replace(plain, router_loss=balance, router_tokens=10), batch.tokens, totals, settings)
+    output = loss(
+        replace(plain, routers=RouterStats(loss=balance, shares=torch.ones(2), tokens=10)),
+        batch.tokens,
+        totals,
+        settings,
+    )
     torch.testing.assert_close(output.loss, without.loss + 0.1 * 2.5 * 10 / 40)
     torch.autograd.backward(output.loss)
     assert balance.grad is not None

@@ -83,6 +83,59 @@ def test_one_token_more_than_the_positions_is_too_long() -> None:
         check(model, longest_prompt=POSITIONS - 15)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+NESTED = {"full_attention": DYNAMIC, "sliding_attention": DEFAULT}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "original"),
+    [
+        ("longrope", {"rope_parameters": LONGROPE, "max_position_embeddings": 256}, 16),
+        ("dynamic", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}, 32),
+    ],
+)
+def test_a_length_from_which_on_other_rows_change_is_refused(kind: str, changes: dict[str, Any], original: int) -> None:
+    """The truth: what a model says about a short row beside a row of that many tokens."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA.to_dict(), "initializer_range": 0.5, **changes}))
+    ids = torch.arange(1, 13)[None]
+
+    @torch.no_grad()
+    def beside(length: int) -> torch.Tensor:
+        rows = torch.cat([ids, ids.new_full((1, length - ids.shape[1]), 5)], dim=1)
+        logits: torch.Tensor = model(rows).logits[:, : ids.shape[1]]
+        return logits
+
+    torch.testing.assert_close(beside(original), beside(12))
+    assert (beside(original + 1) - beside(12)).abs().max() > 1e-3
+    assert check(model, longest_prompt=original - 16) is None
+    message = (
+        rf"model\.name_or_path: the longest prompt \({original - 15}\) and generation\.max_completion_length \(16\) make "
+        rf"{original + 1} tokens; beyond {original} the model's rotary embedding \({kind}\) depends on the longest sequence"
+    )
+    with pytest.raises(ModelError, match=message) as caught:
+        check(model, longest_prompt=original - 15)
+    assert "\n" not in caught.value.message
+    assert caught.value.hint == "lower generation.max_completion_length or dataset.max_prompt_length"
+
+
+def test_rotations_are_looked_at_for_each_kind_of_layer_and_without_knowing_the_prompts() -> None:
+    config = LlamaConfig(**{**LLAMA.to_dict(), "max_position_embeddings": POSITIONS})
+    model = AutoModelForCausalLM.from_config(config)
+    config.rope_parameters = NESTED
+    assert check(model, longest_prompt=POSITIONS - 16) is None
+    with pytest.raises(ModelError, match=r"generation\.max_completion_length \(65\) make 65 tokens; beyond 64"):
+        check(model, longest_prompt=None, max_completion_length=POSITIONS + 1)
+
+
 def test_completions_alone_are_looked_at_when_the_prompts_are_not_known() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"])
     assert check(model, longest_prompt=None, max_completion_length=POSITIONS) is None

@@ -26,7 +26,7 @@ from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.forward import PolicyModel, has_windows
 from grpo_cli.policy.load import disable_dropout, load_model
-from grpo_cli.policy.shared_prefix import WINDOWED_FAMILIES
+from grpo_cli.policy.shared_prefix import NAMES, WINDOWED_FAMILIES
 from grpo_cli.policy.two_part import two_part_attention
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.types import Sampling, Segment
@@ -166,7 +166,10 @@ def test_a_packed_row_that_does_not_agree_is_not_used(
     ("config", "reason"),
     [
         (MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, state_size=8), "carry a recurrent state"),
-        (BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4), "it takes no packed row"),
+        (
+            BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4),
+            "a packed row is not possible (too many values",
+        ),
     ],
     ids=["mamba", "bloom"],
 )
@@ -218,6 +221,32 @@ def test_windows_of_other_families_are_not_trusted_however_well_a_short_probe_ag
     (notice,) = choose_forward(policy, SEGMENTS)
     assert notice.endswith("in padded rows: its layers do not all attend to everything before")
     assert not policy.shares_prefix
+
+
+def test_a_plain_call_finds_its_kernel_by_the_name_in_the_layers_config(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flash attention does. A kernel that fails leaves the model as it was."""
+    names: list[str] = []
+
+    def kernel(module: Any, *states: Any, **arguments: Any) -> Any:
+        names.append(module.config._attn_implementation)
+        if len(names) > 2:
+            raise RuntimeError("no such kernel")
+        return sdpa_attention_forward(module, *states, **arguments)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, NAMES["flash_attention_2"], sdpa_mask)
+    model = load(tiny_model_folder)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    model.config._attn_implementation = NAMES["flash_attention_2"]
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert names == ["flash_attention_2"] * 2
+    assert model.config._attn_implementation == NAMES["flash_attention_2"]
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        model(ids)
+    assert model.config._attn_implementation == NAMES["flash_attention_2"]
 
 
 def test_the_saved_model_does_not_know_of_the_shared_prefix(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.device_memory import is_out_of_memory, release_unused
+from grpo_cli.device_memory import is_out_of_memory, release_unused, trim_heap
 from grpo_cli.rollout.local.decoder import CacheDecoder, Decoder, evaluating
 from grpo_cli.rollout.local.group_check import obstacle, window_of
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
@@ -90,6 +90,8 @@ class LocalEngine:
             unfinished = [row for row in unfinished if row.finish_reason is None]
             if not enough:
                 self._start_again(unfinished)
+        if self._device.type == "cpu":
+            trim_heap()
         return self._groups(prompts, rows)
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:  # noqa: ARG002  shared
@@ -159,7 +161,12 @@ class LocalEngine:
         self._report(-sum(len(row.ids) for row in rows))
         for row in rows:
             row.restart()
-        release_unused(self._model.get_input_embeddings().weight.device)
+        release_unused(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._model.get_input_embeddings().weight.device
+        return device
 
     def _report(self, tokens: int) -> None:
         """Report progress."""
