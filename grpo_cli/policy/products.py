@@ -8,6 +8,8 @@ from torch import Tensor
 
 from grpo_cli import onednn
 
+ROWS_AT_ONCE = 4096
+
 
 def sum_dtype(value: Tensor) -> torch.dtype:
     """Precision of logits, and of sums over tokens."""
@@ -44,7 +46,11 @@ def project(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -
 def add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
     """Add left @ right to a sum that may be of higher precision than they are."""
     if onednn.multiplies(left, right):
-        to.add_(onednn.product(left, right.t()))
+        for rows in range(
+            0, len(left), ROWS_AT_ONCE
+        ):  # oneDNN does not add to what is there, and a copy of it is large
+            part = slice(rows, rows + ROWS_AT_ONCE)
+            to[part].add_(onednn.product(left[part], right.t()))
     elif left.dtype == to.dtype:
         to.addmm_(left, right)
     else:
