@@ -22,6 +22,7 @@ _ALLOCATOR_MESSAGES = (
     "MPS backend out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "could not create a primitive",  # oneDNN has no other words for it
     "std::bad_alloc",
 )
 """What a plain RuntimeError of an allocator says."""

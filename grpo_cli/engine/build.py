@@ -16,7 +16,7 @@ from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.health import RunHealth
-from grpo_cli.engine.memory import automatic_micro_batch_tokens
+from grpo_cli.engine.memory import automatic_cached_tokens, automatic_micro_batch_tokens
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
 from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
@@ -113,11 +113,12 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
     policy = PolicyModel(model, sampling=sampling)
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
+    held_out = max((len(one.ids) for one in inputs.held_out.prompts), default=0)
     misfit = check_fit(
         model,
         inputs.tokenizer,
         prompt_ids=inputs.prompts.first.ids,
-        longest_prompt=prompt,
+        longest_prompt=None if prompt is None else max(prompt, held_out),
         max_completion_length=max(completion, recipe.eval.max_completion_length or 0),
     )
     longest = None if prompt is None else prompt + completion
@@ -144,6 +145,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> St
         processes.unwrap(prepared).model,
         inputs.tokenizer,
         max_num_seqs=recipe.generation.max_num_seqs,
+        max_cached_tokens=automatic_cached_tokens(loaded.policy, train=recipe.train, device=processes.device),
         share_prefix=recipe.model.share_prefix,
         on_progress=recorder.progress,
         on_notice=recorder.say,

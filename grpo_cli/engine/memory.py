@@ -109,6 +109,18 @@ def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, de
     return tokens
 
 
+def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, device: torch.device) -> int | None:
+    """Find how many tokens' keys and values the free memory has room for, with all models loaded and nothing trained yet.
+
+    Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
+    """
+    free, values = free_memory(device), _cached_values_per_token(policy.model.config.get_text_config())
+    if free is None or values is None:
+        return None
+    room = SAFE_SHARE * (free - 3 * _trained_bytes(policy))
+    return max(1, int(room / (values * _value_bytes(policy, train))))
+
+
 def _trained_bytes(policy: PolicyModel) -> int:
     """Bytes of the parameters that the optimizer moves."""
     return sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)

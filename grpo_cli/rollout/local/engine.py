@@ -35,6 +35,8 @@ class LocalEngine:
         model: The policy, not wrapped for distributed training. It samples in evaluation mode and in the caller's autocast.
         tokenizer: Decodes completions.
         max_num_seqs: Most completions that are sampled at once; bounds memory, does not change what is sampled.
+        max_cached_tokens: Most prompt and completion tokens whose keys and values are held at once, as long as that lets one
+            completion be sampled; None: as many as `max_num_seqs` completions need.
         on_progress: Called after every decoding step with the number of tokens it added; with a negative number when memory ran
             out and tokens must be sampled again.
         on_notice: Told once, in a line, of each thing that makes sampling slower than it could be: at once of what the model is,
@@ -51,6 +53,7 @@ class LocalEngine:
         tokenizer: Any,
         *,
         max_num_seqs: int,
+        max_cached_tokens: int | None = None,
         on_progress: Callable[[int], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
         share_prefix: bool = True,
@@ -59,6 +62,7 @@ class LocalEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
+        self._max_cached_tokens = max_cached_tokens
         self._on_progress = on_progress
         self._version = PolicyVersion(0)
         self._on_notice = on_notice
@@ -85,11 +89,12 @@ class LocalEngine:
         # Prompts of similar length go together, for little padding; the longest first, so that too little memory shows early.
         unfinished = sorted(rows, key=lambda row: lengths[row.number], reverse=True)
         while unfinished:
+            slots = min(self._max_num_seqs, len(unfinished))
             with evaluating(self._model), packed_linears(self._model):
-                enough = self._sample(unfinished, [prompt.ids for prompt in prompts], sampling)
+                enough = self._sample(unfinished, [prompt.ids for prompt in prompts], sampling, slots)
             unfinished = [row for row in unfinished if row.finish_reason is None]
             if not enough:
-                self._start_again(unfinished)
+                self._start_again(unfinished, slots)
         if self._device.type == "cpu":
             trim_heap()
         return self._groups(prompts, rows)
@@ -101,13 +106,12 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the engine holds nothing of its own between two calls."""
 
-    def _sample(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> bool:
+    def _sample(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]], sampling: Sampling, slots: int) -> bool:
         """Sample rows until all have finished or memory runs out; returns whether there was enough of it.
 
         Nothing of what filled the memory outlives this call.
         """
         try:
-            slots = min(self._max_num_seqs, len(rows))
             with self._decoding(prompts, sampling, slots) as decoder:
                 RowSampler(
                     decoder,
@@ -115,10 +119,11 @@ class LocalEngine:
                     stops=StopCheck(self._tokenizer, sampling),
                     prompts=prompts,
                     slots=slots,
+                    max_cached_tokens=self._max_cached_tokens,
                     on_progress=self._report,
                 ).run(rows)
         except (RuntimeError, MemoryError) as error:
-            if self._max_num_seqs == 1 or not is_out_of_memory(error):
+            if slots == 1 or not is_out_of_memory(error):
                 raise
             return False
         return True
@@ -151,9 +156,9 @@ class LocalEngine:
         if self._on_notice is not None:
             self._on_notice(line)
 
-    def _start_again(self, rows: Sequence[Row]) -> None:
+    def _start_again(self, rows: Sequence[Row], slots: int) -> None:
         """Halve the rows that are sampled at once, and let those that were being sampled begin anew."""
-        self._max_num_seqs = max(1, min(self._max_num_seqs, len(rows)) // 2)
+        self._max_num_seqs = slots // 2
         self._notice(
             f"out of memory while sampling: from here on {self._max_num_seqs} completions are sampled at once at most "
             "(generation.max_num_seqs)"

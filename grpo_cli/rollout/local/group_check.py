@@ -23,8 +23,10 @@ def window_of(model: Any) -> int | None:
     A few tokens could not show this. Sequences that fit into the window are not touched by it.
     """
     config = model.config.get_text_config()
+    if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
+        return None  # a window that no layer uses
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return min((window for window in windows if window is not None), default=None)
+    return min((window for window in windows if window), default=None)
 
 
 def obstacle(model: Any) -> str | None:

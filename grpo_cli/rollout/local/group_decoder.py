@@ -38,17 +38,17 @@ class GroupDecoder:
         self._device: torch.device = model.get_input_embeddings().weight.device
         self._selects = forward_takes(model, "logits_to_keep")
         self._first_logits: dict[int, Tensor] = {}
+        self._newest = -1
         self.cache = GroupCache(slots=slots, max_tokens=max_tokens, device=self._device)
 
     def join(self, numbers: Sequence[int]) -> Tensor:
         """Add rows, and feed the prompts of those whose group is new. See `Decoder.join`."""
-        needed = {*numbers, *self.cache.numbers}
-        self.cache.forget_prompts(needed)
-        self._first_logits = {number: self._first_logits[number] for number in self._first_logits.keys() & needed}
+        self._forget_all_but({*numbers, *self.cache.numbers})
         new = [number for number in dict.fromkeys(numbers) if number not in self._first_logits]
         if new:
             self._feed_prompts(new)
         self.cache.join(numbers)
+        self._newest = numbers[-1]
         return torch.stack([self._first_logits[number] for number in numbers])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -63,6 +63,13 @@ class GroupDecoder:
     def keep(self, places: Sequence[int]) -> None:
         """Go on with some of the rows. See `Decoder.keep`."""
         self.cache.keep(places)
+        # More rows of the newest prompt may be waiting, for those of one prompt come one after another.
+        self._forget_all_but({*self.cache.numbers, self._newest})
+
+    def _forget_all_but(self, needed: set[int]) -> None:
+        """Drop what is kept of other prompts."""
+        self.cache.forget_prompts(needed)
+        self._first_logits = {number: self._first_logits[number] for number in self._first_logits.keys() & needed}
 
     def _feed_prompts(self, numbers: Sequence[int]) -> None:
         """Run prompts through the model in one row without padding."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from grpo_cli import onednn
-from grpo_cli.device_memory import total_memory
+from grpo_cli.device_memory import free_memory
 
 _LARGEST_SHARE = 0.25
-"""Of the machine's memory: weights that are larger are not copied. Gradients and optimizer would not have fitted beside them."""
+"""Of the free memory: weights that are larger are not copied, for keys and values need room, too."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     The copies live as long as the context. Layers that `onednn` does not stand in for stay as they are; under autocast all do.
     """
     layers = [] if torch.is_autocast_enabled("cpu") else onednn.plain_linears(model)
-    if sum(layer.weight.nbytes for layer in layers) > _LARGEST_SHARE * (total_memory(torch.device("cpu")) or 0):
+    if sum(layer.weight.nbytes for layer in layers) > _LARGEST_SHARE * (free_memory(torch.device("cpu")) or 0):
         layers = []
     before = [vars(layer).get("forward") for layer in layers]
     try:

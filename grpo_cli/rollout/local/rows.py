@@ -58,6 +58,7 @@ class RowSampler:
         stops: What ends a row before its longest.
         prompts: Tokens of the prompts.
         slots: Most rows at once.
+        max_cached_tokens: Most prompt and completion tokens that are held at once, unless a single row has more; None: no limit.
         on_progress: Called after every step with the number of tokens it added.
     """
 
@@ -69,8 +70,10 @@ class RowSampler:
         stops: StopCheck,
         prompts: Sequence[Sequence[int]],
         slots: int,
+        max_cached_tokens: int | None = None,
         on_progress: Callable[[int], None],
     ) -> None:
+        self._max_cached_tokens = max_cached_tokens
         self._decoder = decoder
         self._sampling = sampling
         self._stops = stops
@@ -100,10 +103,14 @@ class RowSampler:
         """Take from those who wait as many as there is room for."""
         room = self._slots - len(held) if self._decoder.rows_join or not held else 0
         known = {row.number for row in held}
+        cached = sum(len(self._prompts[number]) for number in known) + len(held) * self._sampling.max_tokens
         fed = 0
         joining: list[Row] = []
         while waiting and len(joining) < room:
             number = waiting[0].number
+            cached += self._sampling.max_tokens + (0 if number in known else len(self._prompts[number]))
+            if (held or joining) and self._max_cached_tokens is not None and cached > self._max_cached_tokens:
+                break
             if number not in known:
                 fed += len(self._prompts[number])
                 if joining and (not self._decoder.mixes_prompts or self._is_much(fed)):
