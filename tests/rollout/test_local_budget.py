@@ -19,7 +19,7 @@ def ids_of(groups: list[Group]) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """At every step of the group decoder: the tokens that its rows and their prompts may come to, and the prompts it holds."""
+    """At every step of the group decoder: the tokens that its rows and their prompts may come to, and the prompts it holds needlessly."""
     seen: list[tuple[int, int]] = []
     step = GroupDecoder.step
 
@@ -27,7 +27,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         cache = self.cache
         prompts = sum(len(self._prompts[number]) for number in set(cache.numbers))
         held = next(iter(cache._layers.values())).prompts
-        seen.append((prompts + len(cache.numbers) * cache._max_tokens, len(held)))
+        seen.append((prompts + len(cache.numbers) * cache._max_tokens, len(held) - len(set(cache.numbers))))
         return step(self, tokens)
 
     monkeypatch.setattr(GroupDecoder, "step", watched)
@@ -73,9 +73,7 @@ def test_a_prompt_is_fed_once_and_forgotten_when_its_rows_have_left(
     monkeypatch.setattr(GroupDecoder, "_feed_prompts", watched)
     engine.generate(prompts, settings(stop_ids=tuple(range(24))), num_generations=3, seed_key=(0,))
     assert sorted(fed) == list(range(len(prompts)))
-    assert steps[-1][1] <= 2  # the last row's prompt, and at most the newest besides
-    if slots <= 2:
-        assert max(held for _, held in steps) <= 3
+    assert max(idle for _, idle in steps) <= 1  # the newest, of which more rows might be waiting
 
 
 def test_one_straggler_that_runs_out_of_memory_halves_the_rows_of_its_attempt(
