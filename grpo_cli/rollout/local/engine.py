@@ -34,7 +34,8 @@ class LocalEngine:
     Args:
         model: The policy, not wrapped for distributed training. It samples in evaluation mode and in the caller's autocast.
         tokenizer: Decodes completions.
-        max_num_seqs: Most completions that are sampled at once; bounds memory, does not change what is sampled.
+        max_num_seqs: Most completions that are sampled at once; bounds memory. In float32 it does not change what is sampled; in
+            types of less precision rounding depends on the number of rows, and may tip a token.
         max_cached_tokens: Most prompt and completion tokens whose keys and values are held at once, as long as that lets one
             completion be sampled; None: as many as `max_num_seqs` completions need.
         on_progress: Called after every decoding step with the number of tokens it added; with a negative number when memory ran
