@@ -110,7 +110,8 @@ class CacheDecoder:
         self._mask: Tensor | None = None
         self._positions = torch.empty(0, 1, dtype=torch.long)
         self._feed_prompts([[0]])  # one token shows which cache the model makes
-        self.mixes_prompts = _is_plain(self._cache)
+        # Without positions a model counts padding as tokens, or guesses where a row begins.
+        self.mixes_prompts = _is_plain(self._cache) and self._takes_positions
         self.full_enough = 0.875 if self.mixes_prompts else 0.0
 
     def join(self, numbers: Sequence[int]) -> Tensor:

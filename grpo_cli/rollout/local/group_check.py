@@ -43,7 +43,7 @@ def obstacle(model: Any) -> str | None:
         return f"it has layers of {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
     try:
         expected, found = _logits(model)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         return " ".join(str(error).split()) or type(error).__name__
