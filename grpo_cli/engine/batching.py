@@ -1,6 +1,6 @@
 """Groups become micro-batches under a token budget. The split changes speed and memory, never the gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -51,7 +51,7 @@ def micro_batches(
     """
     rows = _rows(groups)
     if not shares_prefix:
-        return [_micro_batch(part, groups, logps, device) for part in _padded_parts(rows, micro_batch_tokens)]
+        return [_micro_batch(part, groups, logps, device) for part in _split(rows, micro_batch_tokens, _padded_size)]
     batches = []
     for parts in _packed_parts(rows, micro_batch_tokens, splits_prompts=splits_prompts):
         last = len(parts) - 1
@@ -76,11 +76,11 @@ def _rows(segments: Sequence[TrainingGroup | Segment]) -> list[_Row]:
     ]
 
 
-def _padded_parts(rows: Sequence[_Row], budget: int) -> list[list[_Row]]:
-    """Cut the row sequence wherever its padded size would pass the budget."""
+def _split(rows: Sequence[_Row], budget: int, size: Callable[[Sequence[_Row]], int]) -> list[list[_Row]]:
+    """Cut the row sequence wherever its size would pass the budget."""
     parts: list[list[_Row]] = []
     for row in rows:
-        if parts and _padded_size([*parts[-1], row]) <= budget:
+        if parts and size([*parts[-1], row]) <= budget:
             parts[-1].append(row)
         else:
             parts.append([row])
@@ -105,13 +105,7 @@ def _cut(group: Sequence[_Row], budget: int, *, splits_prompts: bool) -> list[li
     room = budget - group[0].prompt
     if splits_prompts:
         room = max(room, budget // LEAST_SHARE_OF_A_PART)
-    parts: list[list[_Row]] = []
-    for row in group:
-        if parts and sum(one.completion for one in parts[-1]) + row.completion <= room:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
+    return _split(group, room, lambda rows: sum(row.completion for row in rows))
 
 
 def _padded_size(rows: Sequence[_Row]) -> int:

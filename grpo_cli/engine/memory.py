@@ -100,10 +100,9 @@ def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, de
     of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster.
     """
     tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
-    free = free_memory(device)
-    if free is None:
+    room = _room(policy, device)
+    if room is None:
         return tokens
-    room = SAFE_SHARE * (free - 3 * _trained_bytes(policy))
     while tokens > LEAST_TOKENS and (_activations(policy, tokens, train) or 0) + (_head(policy, tokens) or 0) > room:
         tokens //= 2
     return tokens
@@ -114,11 +113,16 @@ def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, device:
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    free, values = free_memory(device), _cached_values_per_token(policy.model.config.get_text_config())
-    if free is None or values is None:
+    room, values = _room(policy, device), _cached_values_per_token(policy.model.config.get_text_config())
+    if room is None or values is None:
         return None
-    room = SAFE_SHARE * (free - 3 * _trained_bytes(policy))
     return max(1, int(room / (values * _value_bytes(policy, train))))
+
+
+def _room(policy: PolicyModel, device: torch.device) -> float | None:
+    """Give the safe share of the bytes that gradients and the optimizer's moments will leave free; None: the device does not say."""
+    free = free_memory(device)
+    return None if free is None else SAFE_SHARE * (free - 3 * _trained_bytes(policy))
 
 
 def _trained_bytes(policy: PolicyModel) -> int:
