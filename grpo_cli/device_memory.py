@@ -67,13 +67,17 @@ def release_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
-    elif device.type == "cpu":
-        trim_heap()
+    trim_heap(device)
 
 
-def trim_heap() -> None:
-    """Have the C library give back what it holds between allocations, where it can: a phase with other sizes would not reuse it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def trim_heap(device: torch.device) -> None:
+    """Have the C library give back what it holds between allocations, if the device is a CPU and it can.
+
+    A phase with other sizes would not reuse it.
+    """
+    if device.type != "cpu" or sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

@@ -120,8 +120,8 @@ class GradientPass:
             current.append(stats.logps.detach())
             if prompt is not None and not batch.goes_on:
                 self._backward_of(prompt)
-            if self.processes.device.type == "cpu":
-                trim_heap()  # the next micro-batch has other sizes, for which the room that this one leaves is too small
+            # The next micro-batch has other sizes, for which the room that this one leaves is too small.
+            trim_heap(self.processes.device)
         return StepGradient(metrics=merge(outcomes), logps=by_completion(_on_cpu(current), groups, active))
 
     def _backward_of(self, prompt: SplitPrompt) -> None:

@@ -96,8 +96,7 @@ class LocalEngine:
             unfinished = [row for row in unfinished if row.finish_reason is None]
             if not enough:
                 self._start_again(unfinished, slots)
-        if self._device.type == "cpu":
-            trim_heap()
+        trim_heap(self._device)
         return self._groups(prompts, rows)
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:  # noqa: ARG002  shared
