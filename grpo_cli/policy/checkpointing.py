@@ -1,6 +1,6 @@
 """Which activations the backward finds in memory, and which it computes again."""
 
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,11 @@ _KEPT = frozenset(
     + ([torch.ops.mkldnn._linear_pointwise.default] if torch._C._has_mkldnn else [])  # noqa: SLF001  no public names
 )
 
+_SUMS = frozenset(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view")) | {
+    torch.ops.aten.add.Tensor
+}
+"""Operations whose backward reads none of the numbers that they were given."""
+
 
 def set_checkpointing(model: Any, checkpointing: Checkpointing) -> None:
     """Choose between memory and time in a model's backward.
@@ -55,10 +60,44 @@ def set_checkpointing(model: Any, checkpointing: Checkpointing) -> None:
     # Nothing in the forward is random (see `load.disable_dropout`), so no generator has to be put back.
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if checkpointing == "selective":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        arguments["context_fn"] = _KeptProducts().contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
-def _keep_products(_context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
-    """Tell what selective checkpointing does with the outcome of an operation."""
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class _KeptProducts:
+    """Chooses what selective checkpointing keeps of each layer, by what the layers before it were like.
+
+    The outcome of a layer's last product is as a rule only added to the layer's input, so the backward never reads it: a tenth of
+    what would be kept of a Llama. Which product is the last cannot be known before the layer has run. So it is taken from the layer
+    before, where that had as many products as the one before it. A wrong guess costs one product that is computed again.
+    """
+
+    def __init__(self) -> None:
+        self._counts = (0, 0)  # products of the last two layers
+        self._only_added = False  # whether the last one's last product was only added to something
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Give the contexts of one layer's forward and of its recomputation."""
+        before, last = self._counts
+        unread = last if self._only_added and before == last else 0
+        self._counts = (last, 0)
+        self._only_added = False
+        recomputed = 0
+
+        def policy(context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
+            nonlocal recomputed
+            if operation not in _KEPT:
+                self._only_added = self._only_added and (context.is_recompute or operation in _SUMS)
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            if context.is_recompute:  # newer releases of torch remember the answers of the forward and do not ask again
+                recomputed += 1
+                number = recomputed
+            else:
+                number = self._counts[1] + 1
+                self._counts = (last, number)
+                self._only_added = True
+            return CheckpointPolicy.PREFER_RECOMPUTE if number == unread else CheckpointPolicy.MUST_SAVE
+
+        contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+        contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        return contexts

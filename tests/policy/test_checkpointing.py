@@ -7,6 +7,7 @@ import torch
 from dispatched import Dispatched
 from padded_calls import COMPLETIONS, PROMPT, SAMPLING, SEGMENTS, load
 from tiny_models import build_tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
@@ -58,3 +59,19 @@ def test_what_a_recomputation_records_of_a_prompt_changes_nothing(checkpointing:
         torch.autograd.backward(loss)
     assert seen.named("silu")
     assert all(one is other for one, other in zip(before, prompt.leaves, strict=True))
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", False), ("gemma2", True)])
+def test_an_outcome_that_is_only_added_to_something_is_not_kept(family: str, kept: bool, tmp_path: Path) -> None:
+    """A norm reads the outcome of the last product of a Gemma2 layer; nothing reads that of a Llama layer."""
+    model = load(build_tiny_model(tmp_path, family, num_layers=4))
+    set_checkpointing(model, "selective")
+    policy = PolicyModel(model, sampling=SAMPLING)
+    outcomes: list[StorageWeakRef] = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(
+            lambda _module, _inputs, outcome: outcomes.append(StorageWeakRef(outcome.untyped_storage()))  # type: ignore[no-untyped-call]
+        )
+    loss = policy(SEGMENTS).logps.sum()
+    assert [not outcome.expired() for outcome in outcomes[2:]] == [kept, kept]  # type: ignore[no-untyped-call]
+    loss.backward()
