@@ -122,6 +122,21 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """What it took to give the rollout engine new weights.
+
+    Attributes:
+        version: Of the weights that it samples from now on.
+        bytes: Sent; 0 for an engine that shares the trainer's memory.
+        seconds: Wall time.
+    """
+
+    version: PolicyVersion
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredGroup:
     """A group and its rewards.
 

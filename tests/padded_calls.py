@@ -1,11 +1,13 @@
 """One group of completions, and ways to compute its statistics and gradients: the model's own padded call, and the policy's."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
 
+from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.split_prompt import SplitPrompt
@@ -23,6 +25,8 @@ SEGMENTS = (
 )
 Attention = Literal["sdpa", "eager"]
 Precision = Literal["float32", "bfloat16"]
+Way = Callable[[PolicyModel, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Statistics of some segments, and a backward of their log-probabilities weighted by the second argument."""
 
 
 def load(folder: Path, attention: Attention = "sdpa", dtype: Precision = "float32") -> Any:
@@ -61,15 +65,17 @@ def backward(logps: torch.Tensor, weights: torch.Tensor) -> None:
     torch.autograd.backward((logps * weights).sum())
 
 
-def whole(policy: PolicyModel, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Statistics and backward of `GROUP` in one forward."""
-    stats = policy((GROUP,))
+def whole(
+    policy: PolicyModel, weights: torch.Tensor, segments: tuple[Segment, ...] = (GROUP,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics and backward in one forward."""
+    stats = policy(segments)
     backward(stats.logps, weights)
     return stats.logps.detach(), stats.entropies.detach()
 
 
 def in_parts(policy: PolicyModel, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in three forwards; the second one feeds no token at all."""
+    """The same of `GROUP` in three forwards; the second one feeds no token at all."""
     prompt = SplitPrompt(PROMPT)
     fed, logps, entropies = 0, [], []
     for part in (COMPLETIONS[:1], COMPLETIONS[1:2], COMPLETIONS[2:]):
@@ -98,3 +104,22 @@ def assert_same_gradients(model: Any, expected: dict[str, torch.Tensor]) -> None
     for name, value in expected.items():
         # Some gradients are 0 in exact arithmetic, such as that of a bias on keys.
         assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-7 * largest, name
+
+
+def assert_same_as_padded_call(
+    model: Any, way: Way, segments: tuple[Segment, ...], checkpointing: Checkpointing
+) -> None:
+    """What a way of computing with shared prompts says of these segments is what the padded call says, gradients included."""
+    expected_logps, expected_entropies, _ = padded_call(model, segments)
+    weights = torch.linspace(-1, 1, len(expected_logps))
+    backward(expected_logps, weights)
+    expected = gradients(model)
+    model.zero_grad()
+
+    policy = PolicyModel(model, sampling=SAMPLING)
+    policy.share_prefix()
+    set_checkpointing(model, checkpointing)
+    logps, entropies = way(policy, weights)
+    torch.testing.assert_close(logps, expected_logps.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropies, expected_entropies.detach(), rtol=1e-4, atol=1e-4)
+    assert_same_gradients(model, expected)

@@ -33,12 +33,23 @@ class StepGradient:
 
     Attributes:
         metrics: Those of the objective, and the tokens it took.
-        logps: Per group G tensors, float32 [L], CPU: log-probabilities under the weights that the gradient is of; zeros for
-            completions that were left out.
+        current: Per micro-batch float [C], on the device, no gradient: log-probabilities of its completion tokens.
+        groups: All completions of the step.
+        active: Which of each group were computed.
     """
 
     metrics: Metrics
-    logps: list[tuple[Tensor, ...]]
+    current: Sequence[Tensor]
+    groups: Sequence[TrainingGroup]
+    active: Sequence[Sequence[int]]
+
+    @property
+    def logps(self) -> list[tuple[Tensor, ...]]:
+        """Log-probabilities under the weights that the gradient is of: per group G tensors, float32 [L], CPU; zeros for what was left out.
+
+        They come from the device only when they are asked for: most runs go over a step once and do not read them.
+        """
+        return by_completion(_on_cpu(self.current), self.groups, self.active)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +133,7 @@ class GradientPass:
                 self._backward_of(prompt)
             # The next micro-batch has other sizes, for which the room that this one leaves is too small.
             trim_heap(self.processes.device)
-        return StepGradient(metrics=merge(outcomes), logps=by_completion(_on_cpu(current), groups, active))
+        return StepGradient(metrics=merge(outcomes), current=current, groups=groups, active=active)
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""

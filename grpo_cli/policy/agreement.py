@@ -22,7 +22,7 @@ from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.types import Segment
 
 TOLERANCE = 1e-3
-"""Root mean square of the differences between log-probabilities, and relative difference between gradients, that float32 gives."""
+"""Root mean square of the differences between log-probabilities, and relative difference between gradients, that float32 or better gives."""
 
 ROUNDINGS = 2.0
 """In reduced precision a fast way may differ by this many times what one rounding more does to the model itself."""
@@ -121,7 +121,7 @@ class _Probe:
         parameters = _first_trained(policy.model)
         own = _outcome(policy, [(segments, None)], parameters)
         first = next(policy.parameters())
-        is_reduced = first.dtype != torch.float32 or torch.is_autocast_enabled(first.device.type)
+        is_reduced = first.dtype.itemsize < torch.float32.itemsize or torch.is_autocast_enabled(first.device.type)
         _check_numbers(policy, segments, own.logps, tolerance=REPETITION_TOLERANCE if is_reduced else TOLERANCE)
         limits = TOLERANCE, TOLERANCE
         if is_reduced:
@@ -138,7 +138,7 @@ class _Probe:
             # The model has no usual decoder or head, or its forward takes no packed row.
             if is_out_of_memory(error):
                 raise
-            return f"{way} is not possible ({_in_one_line(error)})"
+            return f"{way} is not possible ({_in_words(error)})"
         logps, gradient = found.difference(self.own)
         if not logps <= self.limits[0]:
             return f"log-probabilities of {way} differ by {logps:.2g}"
@@ -265,6 +265,20 @@ def _in_parts(segments: tuple[Segment, ...]) -> Iterator[Piece]:
         for part in (segment.completion_ids[:1], segment.completion_ids[1:]):
             if part:
                 yield (Segment(prompt_ids=segment.prompt_ids, completion_ids=part),), prompt
+
+
+def _in_words(error: Exception) -> str:
+    """Say for a person why a way of computing does not work with a model."""
+    message = _in_one_line(error)
+    match error:
+        case ValueError():  # what a way itself refuses is a sentence already
+            return message
+        case TypeError():
+            return "its forward takes arguments of its own"
+        case AttributeError():
+            return "it is not made of the parts that most models have"
+        case _:
+            return f"its forward fails: {message}"
 
 
 def _in_one_line(error: Exception) -> str:

@@ -25,7 +25,7 @@ def check_fit(
         model: A transformers causal language model.
         tokenizer: What prompts are encoded with.
         prompt_ids: A real prompt.
-        longest_prompt: Tokens of the longest prompt; None: not known, completions are looked at alone.
+        longest_prompt: Tokens of the longest prompt; None: not known (a stream), completions are looked at alone.
         max_completion_length: Tokens of the longest completion.
 
     Returns:
@@ -33,7 +33,8 @@ def check_fit(
 
     Raises:
         ModelError: If the tokenizer has ids that the model has no embedding for, or a sequence may be longer than the model's
-            table of positions, or so long that the positions of all others in a batch would be encoded in another way.
+            table of positions, or so long that the positions of all others in a batch would be encoded in another way; then not
+            knowing the longest prompt is an error as well.
     """
     _check_vocabulary(model, tokenizer, prompt_ids)
     config = model.config.get_text_config()
@@ -42,11 +43,17 @@ def check_fit(
     found = f"{prompt}generation.max_completion_length ({max_completion_length:,}) make {longest:,} tokens"
     hint = "lower generation.max_completion_length or dataset.max_prompt_length"
     for kind, original in _length_dependent_rotations(config):
+        reason = (
+            f"beyond {original:,} tokens the model's rotary embedding ({kind}) depends on the longest sequence of a batch, and so "
+            "would all log-probabilities"
+        )
         if longest > original:
+            raise ModelError(f"model.name_or_path: {found}; {reason}", hint=hint)
+        if longest_prompt is None:
             raise ModelError(
-                f"model.name_or_path: {found}; beyond {original:,} the model's rotary embedding ({kind}) depends on the longest "
-                "sequence of a batch, and so would all log-probabilities",
-                hint=hint,
+                f"model.name_or_path: nothing bounds the prompts of the stream; {reason}",
+                hint=f"set dataset.max_prompt_length: it and generation.max_completion_length ({max_completion_length:,}) may make "
+                f"{original:,} tokens",
             )
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or longest <= positions:

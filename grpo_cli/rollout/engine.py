@@ -5,11 +5,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling
+from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the newest weights it was given."""
+    """Samples completions from the newest weights it was given.
+
+    Attributes:
+        copies_weights: Whether it samples from a copy of the weights, which may be another than the trainer believes.
+    """
+
+    @property
+    def copies_weights(self) -> bool:
+        """See above."""
+        ...
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
@@ -30,8 +39,18 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
-        """Take the weights after `version` optimizer steps. An engine that shares the trainer's memory takes only the number."""
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
+        """Take the weights after `version` optimizer steps. An engine that shares the trainer's memory takes only the number.
+
+        When it returns, every later completion is sampled from these weights, and nothing cached from older ones is used.
+
+        Args:
+            named_weights: Names and tensors as the model's checkpoint has them. It may be iterated again, from the beginning.
+            version: Their version.
+
+        Raises:
+            TrainingError: If the engine does not have the weights; it samples nothing until a later sync succeeds.
+        """
         ...
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def test_commands_exist() -> None:
 def test_a_recipe_of_the_readme_is_fine(folder: Path, number: int) -> None:
     recipe = blocks("yaml")[number]
     (folder / "recipe.yaml").write_text(recipe if "model:\n" in recipe else PLAIN_RECIPE + recipe, encoding="utf-8")
-    load_recipe(folder / "recipe.yaml")
+    assert load_recipe(folder / "recipe.yaml").notices == ()  # what is wrong would be raised
 
 
 def score(folder: Path, texts: list[str], *entries: RewardFunction, progress: float = 0.0, **columns: Any) -> Any:

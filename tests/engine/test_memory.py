@@ -8,7 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig
 
 from grpo_cli.engine import memory
-from grpo_cli.engine.memory import LEAST_TOKENS, MOST_TOKENS, automatic_micro_batch_tokens, estimate_memory
+from grpo_cli.engine.memory import (
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    MemoryEstimate,
+    automatic_micro_batch_tokens,
+    estimate_memory,
+)
 from grpo_cli.engine.optimizer import build_optimizer
 from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
@@ -22,22 +28,22 @@ def policy_of(model: Any) -> PolicyModel:
     return PolicyModel(model, sampling=Sampling(stop_ids=(257,), max_tokens=8))
 
 
+def estimated(policy: PolicyModel, train: TrainSection | None = None, **changes: Any) -> MemoryEstimate:
+    """The estimate for a small run."""
+    run = {"micro_batch_tokens": 100, "sequences": 8, "longest_prompt": 10, "with_reference": False}
+    return estimate_memory(
+        policy, **{"train": train or TrainSection(), "generation": GenerationSection(), **run, **changes}
+    )
+
+
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     train = TrainSection()
-    optimizer = build_optimizer(model, train, device=torch.device("cpu"))
+    optimizer = build_optimizer(model, train, device=CPU)
     model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-    estimate = estimate_memory(
-        policy_of(model),
-        train=train,
-        generation=GenerationSection(),
-        micro_batch_tokens=100,
-        sequences=8,
-        longest_prompt=10,
-        with_reference=True,
-    )
+    estimate = estimated(policy_of(model), train, with_reference=True)
 
     def size(tensors: list[torch.Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -50,15 +56,7 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(tiny_model_fold
 def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     generation = GenerationSection(max_completion_length=6, max_num_seqs=4)
-    estimate = estimate_memory(
-        policy_of(model),
-        train=TrainSection(),
-        generation=generation,
-        micro_batch_tokens=100,
-        sequences=8,
-        longest_prompt=10,
-        with_reference=False,
-    )
+    estimate = estimated(policy_of(model), generation=generation)
     cache = model(torch.ones(4, 16, dtype=torch.long), use_cache=True).past_key_values
     real = sum(
         tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
@@ -69,16 +67,9 @@ def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: P
 def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
 
-    def activations(micro_batch_tokens: int = 2048, **changes: object) -> int:
-        count = estimate_memory(
-            policy_of(model),
-            train=TrainSection(**changes),  # type: ignore[arg-type]
-            generation=GenerationSection(),
-            micro_batch_tokens=micro_batch_tokens,
-            sequences=64,
-            longest_prompt=10,
-            with_reference=False,
-        ).activations
+    def activations(micro_batch_tokens: int = 2048, **changes: Any) -> int:
+        train = TrainSection(**changes)
+        count = estimated(policy_of(model), train, micro_batch_tokens=micro_batch_tokens, sequences=64).activations
         assert count is not None
         return count
 
@@ -98,15 +89,7 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Pa
 )
 def test_a_model_without_attention_heads_has_an_unknown_cache(config: PreTrainedConfig) -> None:
     model = AutoModelForCausalLM.from_config(config)
-    estimate = estimate_memory(
-        policy_of(model),
-        train=TrainSection(),
-        generation=GenerationSection(),
-        micro_batch_tokens=100,
-        sequences=8,
-        longest_prompt=10,
-        with_reference=False,
-    )
+    estimate = estimated(policy_of(model))
     assert estimate.cache is None
     known = (estimate.weights, estimate.gradients, estimate.optimizer, estimate.activations, estimate.head)
     assert estimate.total == sum(part for part in known if part is not None)
@@ -115,30 +98,14 @@ def test_a_model_without_attention_heads_has_an_unknown_cache(config: PreTrained
 def test_a_configuration_without_sizes_leaves_only_what_the_weights_say(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     model.config = PreTrainedConfig()
-    estimate = estimate_memory(
-        policy_of(model),
-        train=TrainSection(),
-        generation=GenerationSection(),
-        micro_batch_tokens=100,
-        sequences=8,
-        longest_prompt=10,
-        with_reference=False,
-    )
+    estimate = estimated(policy_of(model))
     assert (estimate.activations, estimate.head, estimate.cache) == (None, None, None)
     assert estimate.total == 4 * estimate.weights
 
 
 def needed(policy: PolicyModel, tokens: int, train: TrainSection) -> int:
     """What the rest of a run needs when nothing but the weights is there: gradients, two moments, one micro-batch."""
-    estimate = estimate_memory(
-        policy,
-        train=train,
-        generation=GenerationSection(),
-        micro_batch_tokens=tokens,
-        sequences=10_000,
-        longest_prompt=10,
-        with_reference=False,
-    )
+    estimate = estimated(policy, train, micro_batch_tokens=tokens, sequences=10_000)
     assert estimate.activations is not None
     assert estimate.head is not None
     return estimate.gradients + estimate.optimizer + 2 * (estimate.activations + estimate.head)

@@ -182,7 +182,7 @@ def test_wrong_parts_of_a_group_are_noticed(tiny_model_folder: Path, monkeypatch
     assert not policy.splits_prompts
 
 
-def test_a_notice_gives_the_reason_in_one_short_line(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_attention_does_besides_is_named() -> None:
     sinks = from_config(
         GptOssConfig(
             **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2
@@ -191,12 +191,25 @@ def test_a_notice_gives_the_reason_in_one_short_line(tiny_model_folder: Path, mo
     (notice,) = choose_forward(sinks, PROBE, longest=48)
     assert notice.endswith("a packed row is not possible (its attention takes s_aux)")
 
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TypeError("forward() got an unexpected keyword argument 'packed'"), "its forward takes arguments of its own)"),
+        (AttributeError("'NoneType' has no 'layers'"), "it is not made of the parts that most models have)"),
+        (RuntimeError("first line\nsecond line " + "word " * 1000), "its forward fails: first line second line word"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_an_error_says_becomes_a_short_sentence(
+    error: Exception, reason: str, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_states: Any) -> torch.Tensor:
-        raise RuntimeError("first line\nsecond line " + "word " * 1000)
+        raise error
 
     monkeypatch.setattr(shared_prefix, "two_part_attention", failing)
     (notice,) = choose_forward(PolicyModel(load(tiny_model_folder), sampling=SAMPLING), PROBE)
-    assert "a packed row is not possible (first line second line word" in notice
+    assert f"a packed row is not possible ({reason}" in notice
     assert len(notice) < 150 + LENGTH_OF_A_REASON
 
 

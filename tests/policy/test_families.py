@@ -1,5 +1,6 @@
 """Every family and every way of computing, against the model's own padded call: statistics and each parameter's gradient."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from padded_calls import (
     SEGMENTS,
     Attention,
     adapt,
+    assert_same_as_padded_call,
     assert_same_gradients,
-    backward,
     gradients,
     in_parts,
     load,
     padded_call,
+    whole,
 )
 from tiny_models import FAMILIES, build_tiny_model
 
@@ -43,20 +45,7 @@ def test_a_packed_row_gives_the_statistics_and_gradients_of_the_padded_call(
     model = load(build_tiny_model(tmp_path, family, tied=tied), attention)
     if adapted:
         model = adapt(model, family)
-    expected_logps, expected_entropies, _ = padded_call(model, SEGMENTS)
-    weights = torch.linspace(-1, 1, len(expected_logps))
-    backward(expected_logps, weights)
-    expected = gradients(model)
-    model.zero_grad()
-
-    policy = PolicyModel(model, sampling=SAMPLING)
-    policy.share_prefix()
-    set_checkpointing(policy.model, checkpointing)
-    stats = policy(SEGMENTS)
-    backward(stats.logps, weights)
-    torch.testing.assert_close(stats.logps, expected_logps, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(stats.entropies, expected_entropies, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(model, expected)
+    assert_same_as_padded_call(model, partial(whole, segments=SEGMENTS), SEGMENTS, checkpointing)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,19 +66,7 @@ def test_a_prompt_fed_once_for_parts_of_its_group_gives_the_gradient_of_the_whol
     model = load(build_tiny_model(tmp_path, family), attention)
     if adapted:
         model = adapt(model, family)
-    expected_logps, expected_entropies, _ = padded_call(model, (GROUP,))
-    weights = torch.linspace(-1, 1, len(expected_logps))
-    backward(expected_logps, weights)
-    expected = gradients(model)
-    model.zero_grad()
-
-    policy = PolicyModel(model, sampling=SAMPLING)
-    policy.share_prefix()
-    set_checkpointing(policy.model, checkpointing)
-    logps, entropies = in_parts(policy, weights)
-    torch.testing.assert_close(logps, expected_logps.detach(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(entropies, expected_entropies.detach(), rtol=1e-4, atol=1e-4)
-    assert_same_gradients(model, expected)
+    assert_same_as_padded_call(model, in_parts, (GROUP,), checkpointing)
 
 
 @pytest.mark.parametrize("shared", [False, True])

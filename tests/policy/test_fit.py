@@ -119,12 +119,21 @@ def test_a_length_from_which_on_other_rows_change_is_refused(kind: str, changes:
     assert check(model, longest_prompt=original - 16) is None
     message = (
         rf"model\.name_or_path: the longest prompt \({original - 15}\) and generation\.max_completion_length \(16\) make "
-        rf"{original + 1} tokens; beyond {original} the model's rotary embedding \({kind}\) depends on the longest sequence"
+        rf"{original + 1} tokens; beyond {original} tokens the model's rotary embedding \({kind}\) depends on the longest sequence"
     )
     with pytest.raises(ModelError, match=message) as caught:
         check(model, longest_prompt=original - 15)
     assert "\n" not in caught.value.message
     assert caught.value.hint == "lower generation.max_completion_length or dataset.max_prompt_length"
+    # A stream without a bound may have such a prompt, however short completions are.
+    message = (
+        rf"model\.name_or_path: nothing bounds the prompts of the stream; beyond {original} tokens the model's rotary"
+    )
+    with pytest.raises(ModelError, match=message) as caught:
+        check(model, longest_prompt=None, max_completion_length=4)
+    assert caught.value.hint == (
+        f"set dataset.max_prompt_length: it and generation.max_completion_length (4) may make {original} tokens"
+    )
 
 
 def test_rotations_are_looked_at_for_each_kind_of_layer_and_without_knowing_the_prompts() -> None:

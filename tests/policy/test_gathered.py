@@ -1,28 +1,14 @@
 """The attention that a GPU takes, forced on the CPU: every family, whole and in parts, against the model's own padded call."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from dispatched import Dispatched
-from padded_calls import (
-    COMPLETIONS,
-    GROUP,
-    PROMPT,
-    SAMPLING,
-    assert_same_gradients,
-    backward,
-    gradients,
-    in_parts,
-    load,
-    padded_call,
-    whole,
-)
+from padded_calls import COMPLETIONS, GROUP, PROMPT, SAMPLING, Way, assert_same_as_padded_call, in_parts, load, whole
 from tiny_models import FAMILIES, build_tiny_model
 
 from grpo_cli.policy import shared_prefix
-from grpo_cli.policy.checkpointing import set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 
 
@@ -34,22 +20,9 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", [whole, in_parts])
 def test_groups_gathered_into_rectangles_give_the_statistics_and_gradients_of_the_padded_call(
-    family: str, way: Callable[..., tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
+    family: str, way: Way, tmp_path: Path
 ) -> None:
-    model = load(build_tiny_model(tmp_path, family))
-    expected_logps, expected_entropies, _ = padded_call(model, (GROUP,))
-    weights = torch.linspace(-1, 1, len(expected_logps))
-    backward(expected_logps, weights)
-    expected = gradients(model)
-    model.zero_grad()
-
-    policy = PolicyModel(model, sampling=SAMPLING)
-    policy.share_prefix()
-    set_checkpointing(model, "selective")
-    logps, entropies = way(policy, weights)
-    torch.testing.assert_close(logps, expected_logps.detach(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(entropies, expected_entropies.detach(), rtol=1e-4, atol=1e-4)
-    assert_same_gradients(model, expected)
+    assert_same_as_padded_call(load(build_tiny_model(tmp_path, family)), way, (GROUP,), "selective")
 
 
 def test_no_layer_asks_the_device_for_a_number_or_masks_a_plain_prompt(tmp_path: Path) -> None:

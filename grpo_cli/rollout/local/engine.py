@@ -20,7 +20,7 @@ from grpo_cli.rollout.local.packed_linear import packed_linears
 from grpo_cli.rollout.local.rows import Row, RowSampler
 from grpo_cli.rollout.local.stops import StopCheck
 from grpo_cli.rollout.sampling import sample_seed
-from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling
+from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 
 class LocalEngine:
@@ -45,8 +45,11 @@ class LocalEngine:
         share_prefix: Whether a prompt may be held once for its group; otherwise the model's own cache is used.
 
     Attributes:
+        copies_weights: False: it samples from the trainer's own.
         notices: What `on_notice` was told.
     """
+
+    copies_weights = False
 
     def __init__(
         self,
@@ -99,9 +102,10 @@ class LocalEngine:
         trim_heap(self._device)
         return self._groups(prompts, rows)
 
-    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:  # noqa: ARG002  shared
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:  # noqa: ARG002  shared
         """Take the version number; the weights are the trainer's own."""
         self._version = version
+        return SyncReport(version=version, bytes=0, seconds=0.0)
 
     def close(self) -> None:
         """Do nothing: the engine holds nothing of its own between two calls."""

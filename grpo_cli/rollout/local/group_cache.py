@@ -33,7 +33,7 @@ def group_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  the cache knows what sees what
     *,
-    group_cache: "GroupCache",
+    group_cache: "GroupCache | None" = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -47,7 +47,7 @@ def group_attention(
         key: float [B, K, T, D].
         value: float [B, K, T, D].
         attention_mask: Ignored.
-        group_cache: What was fed before, and what is fed now.
+        group_cache: What was fed before, and what is fed now; None: the model kept it to itself.
         scaling: Of the scores.
         softcap: Bound of the scores; must be None.
         s_aux: Attention sinks; must be None.
@@ -57,8 +57,11 @@ def group_attention(
         float [B, T, K * N, D], and None for the attention weights.
 
     Raises:
-        NotImplementedError: If the layer does more to its scores than scaling them; a few tokens might not show it.
+        NotImplementedError: If there is no cache, or the layer does more to its scores than scaling them, which a few tokens
+            might not show.
     """
+    if group_cache is None:
+        raise NotImplementedError("its forward passes no arguments on to its attention")
     if softcap is not None:
         raise NotImplementedError("its attention bounds the scores (softcap)")
     if s_aux is not None:

@@ -1,6 +1,7 @@
 """Whether a model can be sampled from with the group decoder."""
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from grpo_cli.device_memory import is_out_of_memory
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
 
 _LIMIT = 1e-3
-"""Largest difference between two ways to the same logits in float32, as a share of the largest logit."""
+"""Largest difference between two ways to the same logits in float32 or better, as a share of the largest logit."""
 _REDUCED_LIMIT = 0.05
 """The same in types of less precision."""
+
+_LENGTH_OF_A_REASON = 160
+"""Characters of an error's message that a notice repeats."""
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -46,13 +50,25 @@ def obstacle(model: Any) -> str | None:
     except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        return " ".join(str(error).split()) or type(error).__name__
+        return _in_words(error)
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
     weight = model.get_input_embeddings().weight
-    reduced = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
+    reduced = weight.dtype.itemsize < torch.float32.itemsize or torch.is_autocast_enabled(weight.device.type)
     if difference <= (_REDUCED_LIMIT if reduced else _LIMIT):
         return None
     return f"its logits would differ by {difference:.2g} of the largest"
+
+
+def _in_words(error: Exception) -> str:
+    """Say for a person why a model does not work with the group decoder."""
+    message = shorten(str(error), _LENGTH_OF_A_REASON, placeholder=" ...") or type(error).__name__
+    match error:
+        case NotImplementedError() | ValueError():  # what the group decoder itself refuses is a sentence already
+            return message
+        case TypeError():
+            return "its forward takes arguments of its own"
+        case _:
+            return f"its forward fails ({message})"
 
 
 def _logits(model: Any) -> tuple[Tensor, Tensor]:

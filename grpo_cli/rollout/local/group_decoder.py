@@ -110,10 +110,12 @@ def attending_by_groups(model: Any) -> Iterator[None]:
             raise ValueError("its attention cannot be exchanged")
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation({name: own for name, own in before.items() if own is not None})
+        # The call takes no None, which parts have that are no model (MPT) or that are not there (Moshi).
+        model.config._attn_implementation = before  # noqa: SLF001  there is no public name
 
 
-def _implementations(config: Any) -> dict[str, str]:
-    """Attention of a model, under "", and of each model it is made of, as transformers sets them."""
+def _implementations(config: Any) -> dict[str, str | None]:
+    """Attention of a model, under "", and of each part with a config of its own, as transformers sets them."""
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001
