@@ -79,6 +79,8 @@ class Sampling:
         stop_strings: Any of these, completed in the decoded text, ends a completion; its text is kept.
         min_tokens: Stop tokens cannot be sampled before this many tokens.
         max_tokens: Completions are cut here.
+        regex: Tokens that would keep a completion from matching it cannot be sampled; None: anything goes. Log-probabilities that the
+            policy computes know nothing of it.
     """
 
     temperature: float = 1.0
@@ -90,6 +92,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
     max_tokens: int
+    regex: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,12 +131,10 @@ class SyncReport:
     Attributes:
         version: Of the weights that it samples from now on.
         bytes: Sent; 0 for an engine that shares the trainer's memory.
-        seconds: Wall time.
     """
 
     version: PolicyVersion
     bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.check import check
 from grpo_cli.cli.recipes import recipes
 from grpo_cli.cli.train import train, with_resume_value
+from grpo_cli.cli.vllm_serve import vllm_serve
 from grpo_cli.errors import GrpoError, Interrupted, RecipeError
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ def _root(
 app.command(name="train")(train)
 app.command(name="check")(check)
 app.command(name="recipes")(recipes)
+app.command(name="vllm-serve")(vllm_serve)
 
 
 def main() -> None:

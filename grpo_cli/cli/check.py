@@ -24,9 +24,11 @@ def check(
     Examples:
       grpo check recipes/quickstart.yaml
       grpo check recipes/quickstart.yaml grpo.loss_type=dr_grpo "rewards.reward_weights=[1, 0.5]"
+      grpo check recipes/quickstart.yaml vllm.mode=colocate
       grpo check --print recipes/quickstart.yaml > resolved.yaml
     """  # noqa: D301  \b keeps the lines apart
     from grpo_cli.recipe.load import dump_recipe, load_recipe
+    from grpo_cli.recipe.notices import missing_engine
     from grpo_cli.recipe.summary import summary
 
     loaded = load_recipe(recipe, overrides or [])
@@ -34,5 +36,6 @@ def check(
         typer.echo(dump_recipe(loaded.recipe), nl=False)
         return
     typer.echo(f"recipe is fine: {recipe}\n{summary(loaded.recipe)}")
-    for notice in loaded.notices:
+    missing = missing_engine(loaded.recipe)
+    for notice in (*loaded.notices, *([missing] if missing else [])):
         typer.echo(f"notice: {notice}")

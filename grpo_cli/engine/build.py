@@ -6,25 +6,28 @@ What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, a
 import copy
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
+from grpo_cli.engine.canary import Canary, rounding
 from grpo_cli.engine.checkpoint_store import CheckpointStore
-from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.health import RunHealth
-from grpo_cli.engine.memory import automatic_cached_tokens, automatic_micro_batch_tokens
+from grpo_cli.engine.inputs import Inputs
+from grpo_cli.engine.memory import automatic_micro_batch_tokens
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
-from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
+from grpo_cli.engine.rollouts import dtype_name, open_rollouts
 from grpo_cli.engine.run_length import RunLength
 from grpo_cli.engine.stages import LoopSettings, Stages
-from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
+from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
+from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
@@ -35,44 +38,11 @@ from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.reference import ReferenceModel
 from grpo_cli.policy.router import router_coefficient
-from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, TrainSection
+from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, TrainSection, VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
-from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
-from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What a run starts from, loaded and checked before the model.
-
-    Attributes:
-        recipe: The whole recipe.
-        folder: The recipe's folder.
-        output_dir: The run directory.
-        checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
-        state: The run state of that checkpoint.
-        processes: The processes of this run.
-        tokenizer: The policy's.
-        prompts: The training prompts.
-        held_out: Held-out prompts; empty if there are none.
-        scorer: The rewards.
-        length: The end of the run.
-    """
-
-    recipe: Recipe
-    folder: Path
-    output_dir: Path
-    checkpoint: Path | None
-    state: RunState | None
-    processes: Processes
-    tokenizer: Any
-    prompts: LoadedPrompts
-    held_out: HeldOutPrompts
-    scorer: RewardScorer
-    length: RunLength
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +80,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
-    sampling = training_sampling(recipe.generation, stop_ids=stop_ids)
+    sampling = training_sampling(recipe.generation, stop_ids=stop_ids, regex=recipe.vllm.structured_outputs_regex)
     policy = PolicyModel(model, sampling=sampling)
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
     held_out = max((len(one.ids) for one in inputs.held_out.prompts), default=0)
@@ -135,52 +105,97 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     )
 
 
-def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder) -> Stages:
-    """Put everything together."""
+def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack: ExitStack) -> Stages:
+    """Put everything together.
+
+    Args:
+        inputs: What the run starts from.
+        loaded: The policy.
+        recorder: What the run is told to.
+        stack: Closes the rollout engine.
+
+    Raises:
+        TrainingError: If the rollout engine cannot be started or reached.
+    """
     recipe, processes = inputs.recipe, inputs.processes
     optimizer = build_optimizer(loaded.policy, recipe.train, device=processes.device)
     schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
     prepared, prepared_optimizer = processes.prepare(loaded.policy, optimizer)
-    rollouts = LocalEngine(
-        processes.unwrap(prepared).model,
-        inputs.tokenizer,
-        max_num_seqs=recipe.generation.max_num_seqs,
-        max_cached_tokens=automatic_cached_tokens(loaded.policy, train=recipe.train, device=processes.device),
-        share_prefix=recipe.model.share_prefix,
-        on_progress=recorder.progress,
-        on_notice=recorder.say,
-    )
+    rollouts = open_rollouts(inputs, loaded.policy, recorder, stack)
     advantage_settings = AdvantageSettings(
         weights=tuple(recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)),
         scale_rewards=ScaleRewards(recipe.grpo.scale_rewards),
         multi_objective_aggregation=MultiObjectiveAggregation(recipe.grpo.multi_objective_aggregation),
     )
+    rollouts.rest()  # the budget is for the time when nobody samples
+    gradients = GradientPass(
+        processes=processes,
+        settings=objective_settings(
+            recipe.grpo, recipe.generation, recipe.vllm, router_aux_loss_coef=loaded.router_aux_loss_coef
+        ),
+        budget=_token_budget(recipe.train, loaded.policy, recorder, processes.device),
+        shares_prefix=loaded.policy.shares_prefix,
+        splits_prompts=loaded.policy.splits_prompts,
+    )
+    weight_sync = _build_weight_sync(inputs, loaded, prepared, rollouts, gradients)
     return Stages(
         processes=processes,
         tokenizer=inputs.tokenizer,
         prompts=inputs.prompts.source,
-        rollouts=rollouts,
+        weight_sync=weight_sync,
         sampling=loaded.sampling,
         scorer=inputs.scorer,
         advantage_settings=advantage_settings,
-        gradients=GradientPass(
-            processes=processes,
-            settings=objective_settings(
-                recipe.grpo, recipe.generation, router_aux_loss_coef=loaded.router_aux_loss_coef
-            ),
-            budget=_token_budget(recipe.train, loaded.policy, recorder, processes.device),
-            shares_prefix=loaded.policy.shares_prefix,
-            splits_prompts=loaded.policy.splits_prompts,
-        ),
+        gradients=gradients,
         policy=prepared,
         reference=loaded.reference,
         optimizer=prepared_optimizer,
         schedule=schedule,
-        evaluator=_build_evaluator(inputs, rollouts, advantage_settings, loaded.sampling.stop_ids),
+        evaluator=_build_evaluator(inputs, weight_sync, advantage_settings, loaded.sampling.stop_ids),
         health=RunHealth(),
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
         recorder=recorder,
         recipe=dataclasses.asdict(recipe),
+    )
+
+
+def _build_weight_sync(
+    inputs: Inputs,
+    loaded: LoadedPolicy,
+    policy: nn.Module,
+    rollouts: RolloutEngine,
+    gradients: GradientPass,
+) -> WeightSync:
+    """Make what gives the engine its weights; one that has a copy of them gets the names of a checkpoint, and a canary."""
+    weights, autocast = inputs.processes.named_weights(policy), inputs.processes.autocast
+    if not rollouts.copies_weights:
+        return WeightSync(rollouts, weights, canary=None, autocast=autocast)
+    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
+
+    weights = checkpoint_names(loaded.policy.model, weights)
+    canary = _build_canary(inputs, loaded, policy, rollouts, gradients)
+    return WeightSync(rollouts, weights, canary, autocast=autocast)
+
+
+def _build_canary(
+    inputs: Inputs, loaded: LoadedPolicy, policy: nn.Module, rollouts: RolloutEngine, gradients: GradientPass
+) -> Canary:
+    """Make the check of an engine that has a copy of the weights."""
+    from grpo_cli.engine.vllm_rollouts import sampling_dtype  # noqa: PLC0415  what only vLLM needs is not loaded without it
+
+    recipe, asked = inputs.recipe, inputs.recipe.vllm.canary_tolerance
+    trains_in = "bfloat16" if recipe.train.bf16 else dtype_name(loaded.policy.model)
+    samples_in = sampling_dtype(recipe, loaded.policy)
+    return Canary(
+        rollouts=rollouts,
+        gradients=gradients,
+        policy=policy,
+        prompt=inputs.prompts.first,
+        sampling=loaded.sampling,
+        tolerance=asked,
+        rounding=rounding(trains_in, samples_in),
+        every=recipe.vllm.canary_steps,
+        seed=recipe.train.seed,
     )
 
 
@@ -192,7 +207,7 @@ def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, 
 
 
 def objective_settings(
-    grpo: GrpoSection, generation: GenerationSection, *, router_aux_loss_coef: float
+    grpo: GrpoSection, generation: GenerationSection, vllm: VllmSection, *, router_aux_loss_coef: float
 ) -> ObjectiveSettings:
     """Read the objective out of the recipe's sections; the names are the same. One default depends on the model."""
     names = {field.name for field in dataclasses.fields(ObjectiveSettings)}
@@ -203,8 +218,22 @@ def objective_settings(
         "epsilon_high": grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
         "max_completion_length": generation.max_completion_length,
         "router_aux_loss_coef": router_aux_loss_coef,
+        "correction": correction_settings(vllm),
     }
     return ObjectiveSettings(**values)
+
+
+def correction_settings(vllm: VllmSection) -> CorrectionSettings | None:
+    """Read the rollout correction out of the recipe. The built-in engine needs none: it samples with the trainer's own model."""
+    if vllm.mode is None or not vllm.importance_sampling_correction:
+        return None
+    level, mode = vllm.importance_sampling_mode.split("_")
+    return CorrectionSettings(
+        level=RatioLevel(level),
+        mode=CorrectionMode(mode),
+        clip_min=vllm.importance_sampling_clip_min,
+        clip_max=vllm.importance_sampling_clip_max,
+    )
 
 
 def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> LoopSettings:
@@ -246,7 +275,10 @@ def _build_reference(inputs: Inputs, policy: PolicyModel, longest: int | None) -
 
 
 def _build_evaluator(
-    inputs: Inputs, rollouts: RolloutEngine, advantage_settings: AdvantageSettings, stop_ids: tuple[int, ...]
+    inputs: Inputs,
+    weight_sync: WeightSync,
+    advantage_settings: AdvantageSettings,
+    stop_ids: tuple[int, ...],
 ) -> Evaluator | None:
     """Make the evaluator, if the recipe has held-out prompts."""
     if not inputs.held_out.prompts:
@@ -254,10 +286,14 @@ def _build_evaluator(
     section = inputs.recipe.eval
     return Evaluator(
         prompts=inputs.held_out.prompts,
-        processes=inputs.processes,
-        rollouts=rollouts,
+        weight_sync=weight_sync,
         scorer=inputs.scorer,
-        sampling=evaluation_sampling(section, inputs.recipe.generation, stop_ids=stop_ids),
+        sampling=evaluation_sampling(
+            section,
+            inputs.recipe.generation,
+            stop_ids=stop_ids,
+            regex=inputs.recipe.vllm.structured_outputs_regex,
+        ),
         num_generations=section.num_generations,
         advantage_settings=advantage_settings,
         seed=inputs.recipe.train.seed,

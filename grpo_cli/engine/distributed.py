@@ -1,7 +1,8 @@
 """Accelerate, and nothing of it anywhere else: devices, wrapping, backward, clipping, reduction, export of weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,7 +66,23 @@ class Processes:
         norm = self._accelerator.clip_grad_norm_(policy.parameters(), max_norm or float("inf"))
         return float(norm)
 
-    def named_weights(self, policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights of the unwrapped model, as a rollout engine names them."""
-        for name, parameter in self.unwrap(policy).model.named_parameters():
+    def named_weights(self, policy: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Stream the weights of the unwrapped model under their names there; it can be iterated again, and gives what they are then."""
+        return NamedWeights(self.unwrap(policy).model)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """What a model's checkpoint would hold, but for what is tied: that comes once.
+
+    Attributes:
+        model: The live model.
+    """
+
+    model: nn.Module
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+        saved = self.model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in saved)

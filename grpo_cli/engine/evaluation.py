@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.randomness import own_randomness
+from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import Sum, merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
-from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import Prompt, Sampling
+from grpo_cli.types import PolicyVersion, Prompt, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +20,7 @@ class Evaluator:
 
     Attributes:
         prompts: All of them, every time.
-        processes: The processes of this run.
-        rollouts: The engine of the training run.
+        weight_sync: Samples from the newest weights.
         scorer: The rewards of the training run.
         sampling: How completions are drawn here.
         num_generations: Completions per prompt.
@@ -31,8 +29,7 @@ class Evaluator:
     """
 
     prompts: Sequence[Prompt]
-    processes: Processes
-    rollouts: RolloutEngine
+    weight_sync: WeightSync
     scorer: RewardScorer
     sampling: Sampling
     num_generations: int
@@ -40,20 +37,20 @@ class Evaluator:
     seed: int
 
     def run(self, trainer_state: TrainerState) -> tuple[Evaluation, Sequence[str]]:
-        """Evaluate the engine's present weights; training's generators and the rewards' state are left as they were.
+        """Evaluate the policy's present weights; training's generators and the rewards' state are left as they were.
 
         Returns:
             The evaluation, and one line per problem with a reward function that `rewards.on_error: drop` survived.
         """
         kept = self.scorer.state_dict()
         with own_randomness(self.seed):
-            with self.processes.autocast():
-                groups = self.rollouts.generate(
-                    self.prompts,
-                    self.sampling,
-                    num_generations=self.num_generations,
-                    seed_key=(self.seed, "eval"),
-                )
+            groups = self.weight_sync.sample(
+                PolicyVersion(trainer_state.global_step),
+                self.prompts,
+                self.sampling,
+                num_generations=self.num_generations,
+                seed_key=(self.seed, "eval"),
+            )
             try:
                 scores = self.scorer.score(groups, trainer_state)
             finally:

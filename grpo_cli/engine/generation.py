@@ -15,7 +15,7 @@ from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import PolicyLogps, Prompt, ScoredGroup, TrainingGroup
+from grpo_cli.types import PolicyLogps, PolicyVersion, Prompt, ScoredGroup, TrainingGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +61,21 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     """Draw prompts, complete and score them, and compute everything that is fixed for the window.
 
     Raises:
-        TrainingError: If every prompt was dropped.
+        TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
     prompts = _draw(stages, prompts_to_draw(state, settings))
-    with clock.phase("generate"), stages.processes.autocast():
-        groups = stages.rollouts.generate(
+    version = PolicyVersion(state.step)
+    with clock.phase("sync"):
+        stages.weight_sync.bring(version)
+    with clock.phase("generate"):
+        groups = stages.weight_sync.sample(
+            version,
             prompts,
             stages.sampling,
             num_generations=settings.num_generations,
             seed_key=(settings.seed, "train", state.step),
         )
+        stages.weight_sync.rest()
     with clock.phase("score"):
         scores = stages.scorer.score(groups, trainer_state(state, settings, epoch=stages.prompts.epoch))
     check_logged(scores.metrics)
@@ -91,6 +96,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     tokens = sum(len(group.prompt.ids) + len(one.ids) for group in groups for one in group.completions)
     metrics = merge(
         [
+            stages.weight_sync.take_metrics(),
             rollout_metrics(scores.groups),
             reward_metrics(rewards, stages.scorer.names, stages.advantage_settings),
             scores.metrics,

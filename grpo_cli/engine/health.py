@@ -1,14 +1,19 @@
-"""Runs that cannot learn: notice it after a few steps and say what to do."""
+"""Runs that cannot learn, or not from what they sample: notice it after a few steps and say what to do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 
+from grpo_cli.engine.masked import Masked
 from grpo_cli.types import FinishReason, ScoredGroup
 
 PATIENCE = 3
-"""Generations in a row before a warning."""
+"""Generations in a row before a warning, or optimizer steps."""
+
+MASKED_SHARE = 1 / 3
+"""Share of a step's completions that the rollout correction may mask without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +28,7 @@ class RunHealth:
     """Counts generations in a row that give no signal."""
 
     def __init__(self) -> None:
-        self._in_a_row = {"truncated": 0, "unscored": 0, "equal": 0}
+        self._in_a_row = {"truncated": 0, "unscored": 0, "equal": 0, "masked": 0}
 
     def observe(self, scored: Sequence[ScoredGroup]) -> list[HealthWarning]:
         """Look at one generation, and give the warnings that are due."""
@@ -34,12 +39,28 @@ class RunHealth:
             "unscored": unscored,
             "equal": not unscored and all(_equal(one.rewards) for one in scored),
         }
-        due = []
-        for key, seen in signs.items():
-            self._in_a_row[key] = self._in_a_row[key] + 1 if seen else 0
-            if self._in_a_row[key] >= PATIENCE:
-                due.append(HealthWarning(key=f"health/{key}", message=_MESSAGES[key]))
-        return due
+        return [
+            HealthWarning(key=f"health/{key}", message=_MESSAGES[key])
+            for key, seen in signs.items()
+            if self._too_often(key, seen=seen)
+        ]
+
+    def observe_masked(self, masked: Masked) -> list[HealthWarning]:
+        """Look at what the rollout correction leaves of one optimizer step, and give the warning if it is due."""
+        number, others = len(masked.lengths), len(masked.other_lengths)
+        if not self._too_often("masked", seen=number > MASKED_SHARE * (number + others)):
+            return []
+        text = f"the rollout correction leaves {number} of {number + others} completions of this step out of the policy term"
+        if others:
+            text += (
+                f"; they have {mean(masked.lengths):.0f} tokens on average, the others {mean(masked.other_lengths):.0f}"
+            )
+        return [HealthWarning(key="health/masked", message=f"{text}: {_MASKED_ADVICE}")]
+
+    def _too_often(self, key: str, *, seen: bool) -> bool:
+        """Count how often a sign was seen in a row."""
+        self._in_a_row[key] = self._in_a_row[key] + 1 if seen else 0
+        return self._in_a_row[key] >= PATIENCE
 
     def state_dict(self) -> dict[str, int]:
         """Give the counters for a checkpoint."""
@@ -64,6 +85,11 @@ _MESSAGES = {
         "learned: the task may be too easy or too hard, the temperature too low, or the reward too coarse"
     ),
 }
+
+_MASKED_ADVICE = (
+    "set vllm.importance_sampling_mode to token_truncate (a product over a long completion leaves the bounds by rounding alone), or "
+    "widen vllm.importance_sampling_clip_max and _min; sampling/logp_difference tells how far vLLM and the trainer are apart"
+)
 
 
 def _equal(rewards: torch.Tensor) -> bool:

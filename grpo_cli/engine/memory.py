@@ -47,11 +47,12 @@ class MemoryEstimate:
     activations: int | None
     head: int | None
     cache: int | None
+    vllm: int
 
     @property
     def total(self) -> int:
         """The sum of what is known; cache and activations are not needed at the same time, so the larger one counts."""
-        kept = self.weights + self.gradients + self.optimizer + self.reference
+        kept = self.weights + self.gradients + self.optimizer + self.reference + self.vllm
         return kept + max((self.activations or 0) + (self.head or 0), self.cache or 0)
 
 
@@ -64,6 +65,7 @@ def estimate_memory(
     sequences: int,
     longest_prompt: int,
     with_reference: bool,
+    vllm: int | None = None,
 ) -> MemoryEstimate:
     """Estimate from a model's shapes and the recipe.
 
@@ -75,13 +77,13 @@ def estimate_memory(
         sequences: Completions of one optimizer step.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
+        vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
     trained = _trained_bytes(policy)
     longest = longest_prompt + generation.max_completion_length
     tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
-    cache = _cached_values_per_token(policy.model.config.get_text_config())
     return MemoryEstimate(
         weights=weights,
         gradients=trained,
@@ -89,7 +91,8 @@ def estimate_memory(
         reference=weights if with_reference else 0,
         activations=_activations(policy, tokens, train),
         head=_head(policy, tokens),
-        cache=None if cache is None else cached_tokens * cache * _value_bytes(policy, train),
+        cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
+        vllm=vllm or 0,
     )
 
 
@@ -113,7 +116,7 @@ def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, device:
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    room, values = _room(policy, device), _cached_values_per_token(policy.model.config.get_text_config())
+    room, values = _room(policy, device), cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
     return max(1, int(room / (values * _value_bytes(policy, train))))
@@ -133,6 +136,12 @@ def _trained_bytes(policy: PolicyModel) -> int:
 def _value_bytes(policy: PolicyModel, train: TrainSection) -> int:
     """Bytes of a number in the forward."""
     return 2 if train.bf16 else next(policy.parameters()).element_size()
+
+
+def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
+    """Bytes of the keys and values of some tokens."""
+    values = cached_values_per_token(policy.model.config.get_text_config())
+    return None if values is None else tokens * values * _value_bytes(policy, train)
 
 
 def _activations(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
@@ -169,7 +178,7 @@ def _values_per_token(model: Any, checkpointing: Checkpointing) -> int | None:
     return hidden * layers * (SELECTIVE_FACTOR if selective else ACTIVATION_FACTOR)
 
 
-def _cached_values_per_token(config: Any) -> int | None:
+def cached_values_per_token(config: Any) -> int | None:
     """Keys and values per token; None for a model without attention heads, which keeps a state of its own kind."""
     layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
     hidden, head_size = _number(config, "hidden_size"), _number(config, "head_dim")

@@ -4,9 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.device_memory import total_memory
-from grpo_cli.engine.build import Inputs
+from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.stages import Stages
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.recipe.addresses import server_addresses
+from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.telemetry.plan import RunPlan
 
 
@@ -25,9 +29,10 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         sequences=recipe.train.prompts_per_step * recipe.grpo.num_generations,
         longest_prompt=longest or 0,
         with_reference=stages.reference is not None,
+        vllm=_vllm_bytes(inputs, policy),
     )
     parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__}
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model)
     rows = stages.prompts.rows_per_epoch
     prompts = inputs.length.total_steps * recipe.train.prompts_per_step // recipe.grpo.num_iterations
     return RunPlan(
@@ -37,6 +42,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,
         device=str(stages.processes.device),
+        engine=_engine(recipe.vllm),
         dataset=recipe.dataset.name,
         rows=rows,
         rewards=dict(zip(stages.scorer.names, stages.advantage_settings.weights, strict=True)),
@@ -57,6 +63,26 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         memory_available=total_memory(stages.processes.device),
         output_dir=_short(inputs.output_dir),
     )
+
+
+def _engine(vllm: VllmSection) -> str | None:
+    """Name the engine that samples, unless it is the built-in one."""
+    if vllm.mode is None:
+        return None
+    if vllm.mode == "colocate":
+        return "vLLM in this process"
+    addresses = server_addresses(vllm)
+    many = f"s ({len(addresses)})" if len(addresses) > 1 else ""
+    return f"vLLM server{many} {', '.join(addresses)}{', started by this run' if vllm.start else ''}"
+
+
+def _vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int | None:
+    """Estimate what vLLM takes of this device's memory; None: the built-in engine samples."""
+    if inputs.recipe.vllm.mode is None:
+        return None
+    from grpo_cli.engine.vllm_rollouts import vllm_bytes  # noqa: PLC0415  what only vLLM needs is not loaded without it
+
+    return vllm_bytes(inputs, policy)
 
 
 def _short(path: Path) -> Path:

@@ -10,9 +10,10 @@ from datasets import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.engine.build import Inputs, LoadedPolicy, build_stages, load_policy, loop_settings
+from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy, loop_settings
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.export import restore
+from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.plan import run_plan
 from grpo_cli.engine.prompts import load_held_out_prompts, load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
@@ -69,8 +70,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
             stack.callback(inputs.scorer.close)
             recorder = _open_recorder(inputs, console)
             stack.callback(recorder.close)
-            trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals)
-            stack.callback(trainer.stages.rollouts.close)
+            trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals, stack)
         if not exists:
             stack.enter_context(locked(output_dir))
             refuse_to_overwrite(output_dir)  # another run may have come and gone while this one was loading
@@ -127,10 +127,12 @@ def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
     )
 
 
-def _build_trainer(inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, signals: StopSignals) -> Trainer:
+def _build_trainer(
+    inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, signals: StopSignals, stack: ExitStack
+) -> Trainer:
     """Build the stages, and put them where the checkpoint left them."""
     recipe = inputs.recipe
-    stages = build_stages(inputs, policy, recorder)
+    stages = build_stages(inputs, policy, recorder, stack)
     state = RunState(random=RandomState.capture())
     if inputs.state is not None and inputs.checkpoint is not None:
         state = inputs.state
@@ -140,7 +142,7 @@ def _build_trainer(inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, sig
             best.metric != recipe.eval.best_metric or not stages.checkpoints.path(best.step).is_dir()
         ):
             state = dataclasses.replace(state, best=None)
-    stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(state.step))
+    stages.weight_sync.bring(PolicyVersion(state.step))  # an engine that cannot take them should say so now
     for notice in policy.notices:
         recorder.say(notice)
     if state.step >= inputs.length.total_steps:

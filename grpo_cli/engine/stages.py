@@ -15,9 +15,9 @@ from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.objective.advantages import AdvantageSettings
 from grpo_cli.policy.reference import ReferenceModel
-from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Sampling
@@ -68,7 +68,7 @@ class Stages:
         processes: The processes of this run.
         tokenizer: Saved with every model.
         prompts: Gives the next prompts.
-        rollouts: Prompts to completions.
+        weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
         scorer: Completions to rewards.
         advantage_settings: Rewards to advantages.
@@ -86,7 +86,7 @@ class Stages:
     processes: Processes
     tokenizer: Any
     prompts: PromptSource
-    rollouts: RolloutEngine
+    weight_sync: WeightSync
     sampling: Sampling
     scorer: RewardScorer
     advantage_settings: AdvantageSettings

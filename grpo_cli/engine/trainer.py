@@ -1,6 +1,7 @@
-"""The loop: prompts, rollouts, rewards, advantages, objective, optimizer step, weight sync, metrics, checkpoint."""
+"""The loop: prompts, weight sync, rollouts, rewards, advantages, objective, optimizer step, metrics, checkpoint."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +9,16 @@ from grpo_cli.engine.checkpoint_store import BestCheckpoint
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.export import save_checkpoint, save_final_model
 from grpo_cli.engine.generation import Generation, generate, trainer_state
+from grpo_cli.engine.masked import masked_completions
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
-from grpo_cli.engine.step import gradient_metrics
+from grpo_cli.engine.step import StepGradient, gradient_metrics
 from grpo_cli.errors import CheckpointError, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_cli.telemetry.recorder import Rollouts
-from grpo_cli.types import PolicyVersion, StepReport
+from grpo_cli.types import PolicyLogps, StepReport
 
 
 class Trainer:
@@ -68,8 +70,10 @@ class Trainer:
                 generation = generate(stages, settings, state, clock)
                 window, position = generation.window, 0
             with clock.phase("forward_backward"):
+                stages.weight_sync.rest()  # it may have evaluated since it last did
                 groups, logps = window.at(position)
                 gradient = stages.gradients.accumulate(stages.policy, groups, logps)
+            self._watch_correction(gradient, logps)
             if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
                 window = window.with_old(0, gradient.logps)
 
@@ -77,8 +81,6 @@ class Trainer:
         with clock.phase("optimizer"):
             step_metrics = self._apply_gradient()
         step = state.step + 1
-        with clock.phase("sync"):
-            stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(step))
         if stages.reference is not None:
             stages.reference.mix_if_due(stages.processes.unwrap(stages.policy), step)
         drawn = 0 if generation is None else len(generation.scored)
@@ -95,6 +97,16 @@ class Trainer:
         versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
         self._commit()
         self._record(clock, merge([gradient.metrics, step_metrics, versions]), generation)
+
+    def _watch_correction(self, gradient: StepGradient, logps: Sequence[PolicyLogps]) -> None:
+        """Warn if the rollout correction leaves out much of what was sampled."""
+        correction = self.stages.gradients.settings.correction
+        if correction is None:
+            return
+        old = [entry.old for entry in logps if entry.old is not None] or gradient.logps
+        masked = masked_completions(gradient.groups, gradient.active, old, correction)
+        for warning in self.stages.health.observe_masked(masked):
+            self.stages.recorder.warn(warning.key, warning.message)
 
     def _apply_gradient(self) -> Metrics:
         """Clip, step, schedule, and clear the gradient.

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from grpo_cli.objective.ratio import RatioLevel
+from grpo_cli.objective.sequences import Sequences
+
+LEFT_OUT = 0.1
+"""Mean weight below which a completion counts as left out: 0 where it is masked, next to 0 where a product of many ratios is small."""
 
 
 class CorrectionMode(StrEnum):
@@ -61,3 +65,13 @@ def correction_weight(ratio: Tensor, settings: CorrectionSettings) -> Tensor:
         return ratio.masked_fill(outside_bounds(ratio, settings), 0.0)
     lowest = 0.0 if settings.clip_min is None else settings.clip_min
     return torch.clamp(ratio, min=lowest, max=settings.clip_max)
+
+
+def left_out(weight: Tensor, sequences: Sequences) -> Tensor:
+    """Bool [N]: which completions have no say in the policy term, or hardly any.
+
+    Args:
+        weight: float [K], from `correction_weight`.
+        sequences: Where the K tokens belong.
+    """
+    return sequences.active & (sequences.mean(weight) < LEFT_OUT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.metrics import Max, Mean, Metrics, MetricValue, Min
-from grpo_cli.objective.correction import outside_bounds
+from grpo_cli.objective.correction import left_out, outside_bounds
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.sequences import Sequences
 from grpo_cli.objective.settings import ObjectiveSettings
@@ -101,9 +101,9 @@ def vespo_weight(terms: LossTerms, settings: ObjectiveSettings) -> Tensor:
 
 
 def sampling_measures(terms: LossTerms, settings: ObjectiveSettings) -> Measures:
-    """How far the rollout engine's probabilities lie from the trainer's, and how often the correction had to step in.
+    """How far the rollout engine's probabilities lie from the trainer's, and what the correction makes of it.
 
-    Ratios are reported before they are bounded; they end at e^20.
+    Ratios are reported before they are bounded, where they end at e^20, and their mean as it is used, too.
     """
     known = ~terms.behaviour.isnan()
     difference = (terms.behaviour - terms.old).abs()
@@ -117,7 +117,10 @@ def sampling_measures(terms: LossTerms, settings: ObjectiveSettings) -> Measures
         "sampling/importance_ratio/mean": mean_at(level, ratio, terms.sequences),
         "sampling/importance_ratio/max": largest(ratio, everywhere),
     }
-    if correction is not None:
+    if correction is not None and terms.correction is not None:
         outside = outside_bounds(ratio, correction).to(ratio.dtype)
         measures["sampling/importance_ratio/clipped_fraction"] = mean_at(level, outside, terms.sequences)
+        measures["sampling/importance_ratio/clipped_mean"] = mean_at(level, terms.correction, terms.sequences)
+        gone = left_out(terms.correction, terms.sequences).to(ratio.dtype)
+        measures["sampling/importance_ratio/masked_sequences"] = mean(gone, terms.sequences.active)
     return measures

@@ -8,6 +8,7 @@ from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
 from grpo_cli.recipe.schema import DatasetSection, Recipe, RewardFunction
+from grpo_cli.recipe.vllm_rules import VLLM_CHECKS
 
 _SLICE = re.compile(r"\[.*\]$")
 _PROJECT_TRACKERS = ("wandb", "trackio")
@@ -251,6 +252,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     warmup_is_clear,
     evaluation_is_possible,
     trackers_are_consistent,
+    *VLLM_CHECKS,
 )
 
 

@@ -1,6 +1,8 @@
 """What a recipe names on disk and in Python: is it there, and are there enough rows?"""
 
 import re
+import shlex
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def missing_things(recipe: Recipe, folder: Path) -> Iterator[Finding]:
         yield from _dataset_source(key, dataset, folder)
     yield from _rows_for_a_step(recipe, folder)
     yield from _model_files(recipe, folder)
+    if recipe.vllm.token_file is not None:
+        yield from wrong_token_file(recipe.vllm.token_file, folder)
 
 
 def _reward_paths(recipe: Recipe, folder: Path) -> Iterable[Finding]:
@@ -101,6 +105,33 @@ def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
     template = model.chat_template_path
     if template is not None and not matching_files(template, folder):
         yield _no_file(("model.chat_template_path",), template, folder)
+
+
+def found_token_file(name: str, folder: Path) -> Path:
+    """Give the path of a token file of which `wrong_token_file` reports nothing."""
+    return matching_files(name, folder)[0]
+
+
+def wrong_token_file(name: str, folder: Path) -> Iterator[Finding]:
+    """Report a token file that is not there, or that is no secret.
+
+    Args:
+        name: The recipe's `vllm.token_file`.
+        folder: The recipe's folder.
+    """
+    keys = ("vllm.token_file",)
+    if not matching_files(name, folder):
+        yield _no_file(keys, name, folder)
+        return
+    path = found_token_file(name, folder)
+    if not path.is_file():
+        yield Finding(keys=keys, message=f'found "{name}", which is no file; allowed: a file with the token')
+    elif path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield Finding(
+            keys=keys,
+            message=f'found "{name}", which other users can read or change; allowed: a file for its owner alone',
+            hint=f"chmod 600 {shlex.quote(str(path))}",
+        )
 
 
 def _package_file(key: str, name: str) -> Iterable[Finding]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.kinds import default_of, fields_of, show
-from grpo_cli.recipe.objective_rules import CLIPPING_LOSSES
+from grpo_cli.recipe.objective_rules import CLIPPING_LOSSES, corrects_rollouts
 from grpo_cli.recipe.schema import EvalSection, Recipe
 
 _LOSSES_THAT_READ: Mapping[str, tuple[str, ...]] = {
@@ -73,9 +73,10 @@ def moving_reference_is_on(recipe: Recipe) -> Iterable[Finding]:
 
 
 def policy_can_drift(recipe: Recipe) -> Iterable[Finding]:
-    """A batch of completions that is used for one step is never off-policy."""
+    """A batch of completions that is used for one step is off-policy only by what a rollout correction measures."""
     grpo = recipe.grpo
-    if grpo.off_policy_mask_threshold is not None and grpo.steps_per_generation * grpo.num_iterations == 1:
+    once = grpo.steps_per_generation * grpo.num_iterations == 1
+    if grpo.off_policy_mask_threshold is not None and once and not corrects_rollouts(recipe):
         yield Finding(
             keys=("grpo.off_policy_mask_threshold", "grpo.steps_per_generation", "grpo.num_iterations"),
             message=f"found {grpo.off_policy_mask_threshold:g}, but each generation is used for one step, so that nothing drifts; "

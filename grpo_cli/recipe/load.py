@@ -18,7 +18,7 @@ from grpo_cli.recipe.interpolation import escape, resolve_interpolations
 from grpo_cli.recipe.layers import read_layers
 from grpo_cli.recipe.notices import notices
 from grpo_cli.recipe.override import apply_overrides
-from grpo_cli.recipe.position import COMMAND_LINE, Placed, find, place, split_key, where_of
+from grpo_cli.recipe.position import COMMAND_LINE, Placed, find, key_text, leaves, place, split_key, where_of
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.recipe.validate import Checked, check
 
@@ -32,20 +32,23 @@ class LoadedRecipe:
         path: The file.
         folder: The file's folder, from which relative paths and dotted paths start.
         notices: One line each about what is allowed and probably not meant.
+        chosen: The keys with a value that the file, one it extends or an override gave, such as `vllm.mode`.
     """
 
     recipe: Recipe
     path: Path
     folder: Path
     notices: tuple[str, ...]
+    chosen: frozenset[str]
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, look_for_files: bool = True) -> LoadedRecipe:
     """Read a recipe and check all that can be checked before a model loads.
 
     Args:
         path: A YAML file.
         overrides: `key=value`, laid over the file.
+        look_for_files: Also see that what it names on disk and in Python is there. A machine that only samples needs little of it.
 
     Raises:
         RecipeError: With every problem of the recipe.
@@ -63,12 +66,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     problems += [*unresolved, *(problem for problem in checked.problems if problem.key not in blamed)]
     recipe = _build(checked)
     folder = path.parent.resolve()
-    findings = [*impossible_combinations(recipe), *missing_things(recipe, folder)]
+    findings = [*impossible_combinations(recipe), *(missing_things(recipe, folder) if look_for_files else ())]
     refused = checked.refused | blamed
     problems += [_as_problem(finding, root) for finding in findings if not _depends_on(finding, refused)]
     if problems:
         raise RecipeError(_in_order(problems))
-    return LoadedRecipe(recipe=recipe, path=path, folder=folder, notices=notices(recipe))
+    chosen = frozenset(key_text(key) for key, _ in leaves(root))
+    return LoadedRecipe(recipe=recipe, path=path, folder=folder, notices=notices(recipe), chosen=chosen)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -1,8 +1,12 @@
 """What a recipe may say and probably does not mean: shown in one line each, and not in the way of a run."""
 
+import os
 from collections.abc import Callable, Iterable
 
+from grpo_cli.recipe.addresses import TOKEN_VARIABLE, is_loopback, server_addresses, split_url
 from grpo_cli.recipe.finding import Finding
+from grpo_cli.recipe.idle_settings import changed
+from grpo_cli.recipe.imports import find_installed
 from grpo_cli.recipe.schema import DatasetSection, Recipe
 
 _SMALL_LEARNING_RATE = 1e-5
@@ -18,6 +22,21 @@ def notices(recipe: Recipe) -> tuple[str, ...]:
     """
     findings = [finding for look in _LOOKS for finding in look(recipe)]
     return tuple(f"{one.keys[0]}: {one.message}" + (f" ({one.hint})" if one.hint else "") for one in findings)
+
+
+def missing_engine(recipe: Recipe) -> str | None:
+    """Say that vLLM is not installed where the recipe runs it; None if it is, or need not be.
+
+    A recipe may be checked on another machine than it is run on, so that this is for `grpo check` to tell and for a run to refuse.
+
+    Args:
+        recipe: One that is allowed.
+    """
+    section = recipe.vllm
+    if (section.mode != "colocate" and not section.start) or find_installed("vllm") is not None:
+        return None
+    key, value = ("mode", "colocate") if section.mode == "colocate" else ("start", "true")
+    return f"vllm.{key}: found {value}, but vLLM is not installed here; a run needs it (pip install vllm)"
 
 
 def updates_vanish(recipe: Recipe) -> Iterable[Finding]:
@@ -46,8 +65,56 @@ def evaluation_is_held_out(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
+def servers_have_a_token(recipe: Recipe) -> Iterable[Finding]:
+    """Whoever reaches a server without a token can give it other weights."""
+    section = recipe.vllm
+    if section.mode != "server" or section.token_file is not None or os.environ.get(TOKEN_VARIABLE):
+        return
+    for address in server_addresses(section):
+        parts = split_url(address)
+        if parts is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+            key = "server_base_urls" if section.server_base_urls else "server_host"
+            yield Finding(
+                keys=(f"vllm.{key}",),
+                message=f"found {address} without a token; `grpo vllm-serve` listens to other machines only with one, because "
+                "whoever reaches a server can change its weights",
+                hint=f"set `vllm.token_file`, or the environment variable {TOKEN_VARIABLE}",
+            )
+            return
+
+
+def engine_limits_itself(recipe: Recipe) -> Iterable[Finding]:
+    """How many completions are sampled at once is for vLLM to decide."""
+    if recipe.vllm.mode is None:
+        return
+    for name, value, _ in changed(recipe.generation, ("max_num_seqs",)):
+        yield Finding(
+            keys=(f"generation.{name}", "vllm.mode"),
+            message=f"found {value}, which the built-in engine reads; vLLM takes as many completions at once as fit",
+            hint=f"`vllm.engine: {{{name}: {value}}}` bounds them",
+        )
+
+
+def expression_is_unknown_to_the_trainer(recipe: Recipe) -> Iterable[Finding]:
+    """Tokens that an expression rules out have no probability in vLLM, and theirs is spread over the others."""
+    if recipe.vllm.structured_outputs_regex is None:
+        return
+    yield Finding(
+        keys=("vllm.structured_outputs_regex",),
+        message="found an expression; vLLM's log-probabilities are of the tokens that it leaves, the trainer's of all tokens, so that "
+        "`sampling/logp_difference` and the importance ratio show the expression as well",
+        hint="the rollout correction weighs it; without the correction the gradient is that of other samples",
+    )
+
+
 def _rows(dataset: DatasetSection) -> tuple[object, ...]:
     return (dataset.name, dataset.config, dataset.split, dataset.revision, dataset.arguments)
 
 
-_LOOKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (updates_vanish, evaluation_is_held_out)
+_LOOKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
+    updates_vanish,
+    evaluation_is_held_out,
+    servers_have_a_token,
+    engine_limits_itself,
+    expression_is_unknown_to_the_trainer,
+)

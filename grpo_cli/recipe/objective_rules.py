@@ -9,6 +9,11 @@ CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Objectives with the clipped surrogate: the ones that read `epsilon` and `delta`."""
 
 
+def corrects_rollouts(recipe: Recipe) -> bool:
+    """Tell whether the policy term is weighed by the trainer's over the rollout engine's probabilities."""
+    return recipe.vllm.mode is not None and recipe.vllm.importance_sampling_correction
+
+
 def _upper_epsilon(grpo: GrpoSection) -> float:
     return grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
 

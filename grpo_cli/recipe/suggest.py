@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
-_VLLM = "vLLM engines are not part of this version; the built-in engine samples"
+from grpo_cli.recipe.kinds import fields_of
+from grpo_cli.recipe.schema import VllmSection
+
 _BATCH = "batches are stated in prompts: `train.prompts_per_step`; memory: `train.micro_batch_tokens`"
 _ADAPTERS = "adapters are not part of this version; all weights are trained"
 
@@ -52,12 +54,18 @@ OTHER_NAMES = {
     "torch_dtype": "here it is `model.dtype`",
     "use_liger_kernel": "logits are never built as a whole; leave the key out",
     "use_peft": _ADAPTERS,
-    "use_vllm": _VLLM,
+    "use_vllm": "here it is `vllm.mode`: server or colocate",
+    **{f"vllm_{name}": f"here it is `vllm.{name}`" for name in fields_of(VllmSection)},
+    "vllm_guided_decoding_regex": "here it is `vllm.structured_outputs_regex`",
+    "vllm_importance_sampling_cap": "here it is `vllm.importance_sampling_clip_max`",
+    "vllm_max_model_len": "here it is `vllm.max_model_length`",
+    "vllm_model_impl": "here it is `vllm.engine: {model_impl: ...}`",
+    "vllm_server_base_url": "here it is `vllm.server_base_urls`, a list",
     "wandb_project": "here it is `logging.project`",
 }
 """Names that users bring from TRL and its relatives, to what they are here."""
 
-_PREFIXES = {"vllm": _VLLM, "lora": _ADAPTERS, "hub_": OTHER_NAMES["push_to_hub"]}
+_PREFIXES = {"lora": _ADAPTERS, "hub_": OTHER_NAMES["push_to_hub"]}
 
 
 def other_name(name: str) -> str | None:

@@ -1,7 +1,8 @@
-"""A recipe in three lines."""
+"""A recipe in a few lines."""
 
+from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.combinations import reward_name
-from grpo_cli.recipe.schema import Recipe
+from grpo_cli.recipe.schema import Recipe, VllmSection
 
 
 def summary(recipe: Recipe) -> str:
@@ -9,11 +10,13 @@ def summary(recipe: Recipe) -> str:
     train, model, dataset = recipe.train, recipe.model, recipe.dataset
     rewards = ", ".join(reward_name(entry) for entry in recipe.rewards.reward_funcs)
     completions = f"{train.prompts_per_step} prompts x {recipe.grpo.num_generations} completions"
-    lines = (
+    lines = [
         f"model    {model.name_or_path}, trained on {dataset.name} ({dataset.split})",
         f"rewards  {rewards}; loss {recipe.grpo.loss_type}",
         f"length   {_length(recipe)}; each step {completions} of up to {recipe.generation.max_completion_length} tokens",
-    )
+    ]
+    if recipe.vllm.mode is not None:
+        lines.append(f"engine   {_engine(recipe.vllm)}")
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -22,3 +25,10 @@ def _length(recipe: Recipe) -> str:
     if steps is not None:
         return f"{steps} step{'s' if steps > 1 else ''}"
     return f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
+
+
+def _engine(vllm: VllmSection) -> str:
+    if vllm.mode == "colocate":
+        return "vLLM in the training process"
+    started = ", started and ended with the run" if vllm.start else ""
+    return f"vLLM at {', '.join(server_addresses(vllm))}{started}"

@@ -1,11 +1,16 @@
-"""The protocol of a rollout engine."""
+"""The protocol of a rollout engine, and of one that can be lost and found again."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from grpo_cli.errors import TrainingError
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
+
+
+class EngineLostError(TrainingError):
+    """What samples is gone, or has lost its weights. An engine that can be revived may sample again when it has been."""
 
 
 class RolloutEngine(Protocol):
@@ -53,6 +58,29 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Sampling is over for now: the engine may give back memory until it is called again.
+
+        It has the weights of the last `sync` all the same; if it gave them back, the next samples take them from the trainer anew.
+        """
+        ...
+
     def close(self) -> None:
         """Release what the engine holds."""
+        ...
+
+
+@runtime_checkable
+class RevivableEngine(Protocol):
+    """What a rollout engine has besides if its calls raise `EngineLostError` when what samples, elsewhere, is gone."""
+
+    def revive(self, lost: EngineLostError) -> None:
+        """Start it again or wait until somebody did, and say so. It has no weights then: `sync` comes next.
+
+        Args:
+            lost: What a call raised.
+
+        Raises:
+            TrainingError: If it does not come back.
+        """
         ...

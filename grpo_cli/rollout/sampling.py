@@ -10,12 +10,15 @@ from grpo_cli.recipe.schema import EvalSection, GenerationSection
 from grpo_cli.types import Sampling
 
 
-def training_sampling(generation: GenerationSection, *, stop_ids: tuple[int, ...]) -> Sampling:
+def training_sampling(
+    generation: GenerationSection, *, stop_ids: tuple[int, ...], regex: str | None = None
+) -> Sampling:
     """Sampling settings of training rollouts.
 
     Args:
         generation: The recipe's `generation` section.
         stop_ids: From `stop_token_ids`.
+        regex: The recipe's `vllm.structured_outputs_regex`.
     """
     return Sampling(
         temperature=generation.temperature,
@@ -27,11 +30,12 @@ def training_sampling(generation: GenerationSection, *, stop_ids: tuple[int, ...
         stop_strings=tuple(generation.stop),
         min_tokens=generation.min_completion_length,
         max_tokens=generation.max_completion_length,
+        regex=regex,
     )
 
 
 def evaluation_sampling(
-    evaluation: EvalSection, generation: GenerationSection, *, stop_ids: tuple[int, ...]
+    evaluation: EvalSection, generation: GenerationSection, *, stop_ids: tuple[int, ...], regex: str | None = None
 ) -> Sampling:
     """Sampling settings of evaluation rollouts: `eval`'s own, and for the rest those of training.
 
@@ -39,6 +43,7 @@ def evaluation_sampling(
         evaluation: The recipe's `eval` section.
         generation: The recipe's `generation` section; gives the stop strings and the lengths that `eval` leaves out.
         stop_ids: From `stop_token_ids`.
+        regex: The recipe's `vllm.structured_outputs_regex`.
     """
     max_tokens = evaluation.max_completion_length or generation.max_completion_length
     return Sampling(
@@ -51,6 +56,7 @@ def evaluation_sampling(
         stop_strings=tuple(generation.stop),
         min_tokens=min(generation.min_completion_length, max_tokens),
         max_tokens=max_tokens,
+        regex=regex,
     )
 
 

@@ -63,7 +63,11 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("sampling/importance_ratio/min", "ratio", "minimum", "Trainer's over rollout engine's probability: the least."),
     MetricName("sampling/importance_ratio/mean", "ratio", "mean over tokens", "The mean of that ratio. Near 1 if the two agree."),
     MetricName("sampling/importance_ratio/max", "ratio", "maximum", "The greatest."),
-    MetricName("sampling/importance_ratio/clipped_fraction", "share", "mean over tokens", "Ratios outside the bounds of the rollout correction."),
+    MetricName("sampling/importance_ratio/clipped_fraction", "share", "mean over tokens", "Ratios outside the bounds of the rollout correction. This and the next two only with `vllm.importance_sampling_correction`."),
+    MetricName("sampling/importance_ratio/clipped_mean", "ratio", "mean over tokens", "The mean of the ratio as the policy term is multiplied with it, after the bounds."),
+    MetricName("sampling/importance_ratio/masked_sequences", "share", "mean over completions", "Completions that the rollout correction leaves out of the policy term: their mean weight is below 0.1. Only with vLLM."),
+    MetricName("canary/logp_difference/mean", "nats", "mean over tokens", "Distance between vLLM's and the trainer's log-probability of a fixed probe, right after new weights. Only in steps with a check (`vllm.canary_steps`), as is the next."),
+    MetricName("canary/logp_difference/max", "nats", "maximum over tokens", "The greatest distance."),
     MetricName("policy_version", "steps", "per step", "Optimizer steps behind the weights that sampled what this step trains on."),
     MetricName("staleness", "steps", "mean over completions", "Optimizer steps between sampling and training."),
     MetricName("epoch", "epochs", "per step", "Passes over the dataset so far."),
@@ -77,7 +81,9 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("time/score", "s", "per step", "Wall time of the reward functions."),
     MetricName("time/forward_backward", "s", "per step", "Wall time of forward and backward passes, old and reference log-probabilities included."),
     MetricName("time/optimizer", "s", "per step", "Wall time of clipping and the optimizer."),
-    MetricName("time/sync", "s", "per step", "Wall time of handing the new weights to the rollout engine."),
+    MetricName("time/sync", "s", "per step", "Wall time of handing the newest weights to the rollout engine, before it samples; missing in steps that do not sample, as is the next."),
+    MetricName("rollout/recoveries", "recoveries", "sum", "Times that the vLLM servers were lost, came back, and got the weights anew. Missing in steps without one."),
+    MetricName("sync/bytes", "bytes", "sum", "Size of the weights handed over. Only with vLLM: the built-in engine samples from the trainer's own."),
 )  # fmt: skip  # one metric a line
 
 _PATTERNS = tuple(re.compile(re.escape(metric.name).replace(r"\{name\}", ".+")) for metric in TABLE)

@@ -21,6 +21,7 @@ class RunPlan:
         trained_parameters: Those that the optimizer moves.
         dtype: Of the weights, such as `float32`; with what autocast computes in, such as `float32, computing in bfloat16`.
         device: Such as `cpu` or `cuda:0`.
+        engine: Samples completions, such as `vLLM in this process`; None: the built-in engine.
         dataset: Where prompts come from.
         rows: Number of usable rows; None: streaming.
         rewards: Reward names and their weights.
@@ -48,6 +49,7 @@ class RunPlan:
     trained_parameters: int
     dtype: str
     device: str
+    engine: str | None = None
     dataset: str
     rows: int | None
     rewards: Mapping[str, float]
@@ -81,6 +83,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Write the plan as topics and sentences."""
     return [
         ("model", _model(plan)),
+        *([] if plan.engine is None else [("engine", plan.engine)]),
         ("data", f"{plan.dataset}, {'streaming' if plan.rows is None else f'{plan.rows:,} rows'}"),
         ("rewards", ", ".join(f"{name} x {short(weight)}" for name, weight in plan.rewards.items())),
         ("step", _step(plan)),

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from torch import Tensor
 from bench.measure import Meter, multiplication_rates, resident_bytes, weight_bytes
 from bench.worker import serve
 from bench.workload import Workload
-from grpo_cli.engine.build import Inputs, build_stages, load_policy, loop_settings
+from grpo_cli.engine.build import build_stages, load_policy, loop_settings
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.generation import generate
+from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.prompts import HeldOutPrompts, load_prompts
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
+from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import results
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
@@ -39,7 +41,7 @@ from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.console import open_console, open_view
 from grpo_cli.telemetry.recorder import Recorder
-from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling
+from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 PROMPTS_FILE = "prompts.jsonl"
 
@@ -77,6 +79,8 @@ class ForcedEngine:
         tokenizer: Decodes the tokens that are exchanged.
     """
 
+    copies_weights = False
+
     def __init__(self, engine: RolloutEngine, workload: Workload, tokenizer: Any) -> None:
         self._engine = engine
         self._workload = workload
@@ -103,9 +107,13 @@ class ForcedEngine:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return dataclasses.replace(completion, ids=tuple(ids), logps=torch.zeros(len(ids)), text=text)
 
-    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
+    def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Pass it on."""
-        self._engine.sync(named_weights, version)
+        return self._engine.sync(named_weights, version)
+
+    def rest(self) -> None:
+        """Pass it on."""
+        self._engine.rest()
 
     def close(self) -> None:
         """Pass it on."""
@@ -119,7 +127,7 @@ class MeasuredClock(Clock):
         meter: Where the costs go. The first pass over the completions is the reference's, for an on-policy step has no other.
     """
 
-    NAMES = {"generate": "generate", "score": "score", "forward_backward": "reference"}  # noqa: RUF012  never changed
+    NAMES = {"sync": "sync", "generate": "generate", "score": "score", "forward_backward": "reference"}  # noqa: RUF012  never changed
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(lambda _: None)
@@ -146,8 +154,9 @@ class Run:
         recipe = self.recipe
         _write_prompts(self.folder, workload)
         prompts = load_prompts(recipe.dataset, self.stages.tokenizer, folder=self.folder, seed=recipe.train.seed)
-        engine = ForcedEngine(self.stages.rollouts, workload, self.stages.tokenizer)
-        stages = dataclasses.replace(self.stages, prompts=prompts.source, rollouts=engine)
+        engine = ForcedEngine(self.stages.weight_sync.rollouts, workload, self.stages.tokenizer)
+        weight_sync = WeightSync(engine, (), canary=None, autocast=self.stages.processes.autocast)
+        stages = dataclasses.replace(self.stages, prompts=prompts.source, weight_sync=weight_sync)
         state = RunState(random=RandomState.capture())
         meter = Meter()
         resident_bytes()
@@ -160,7 +169,6 @@ class Run:
             stages.optimizer.step()
             stages.schedule.step()
             stages.optimizer.zero_grad(set_to_none=True)
-            stages.rollouts.sync(stages.processes.named_weights(stages.policy), PolicyVersion(0))
         metrics = results(gradient.metrics)
         return {
             "parts": {name: dataclasses.asdict(cost) for name, cost in meter.parts.items()},
@@ -198,7 +206,7 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
         run_name=inputs.recipe.run_name,
         recipe=recipe,
     )
-    stages = build_stages(inputs, load_policy(inputs), recorder)
+    stages = build_stages(inputs, load_policy(inputs), recorder, ExitStack())
     settings = loop_settings(loaded.recipe, output_dir=inputs.output_dir, length=inputs.length)
     return Run(recipe=loaded.recipe, folder=folder, stages=stages, settings=settings)
 

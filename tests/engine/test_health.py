@@ -1,8 +1,9 @@
-"""Warnings about runs that cannot learn come after three generations in a row, and not before."""
+"""Warnings about runs that cannot learn come after three generations or steps in a row, and not before."""
 
 import torch
 
 from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.masked import Masked
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId, ScoredGroup
 
 
@@ -51,3 +52,24 @@ def test_the_count_goes_on_after_a_resume() -> None:
         first.observe([truncated])
     second.load_state_dict(first.state_dict())
     assert [warning.key for warning in second.observe([truncated])] == ["health/truncated"]
+
+
+def test_much_that_is_masked_is_told_with_its_lengths() -> None:
+    much = Masked(lengths=[400, 300], other_lengths=[10, 20, 30])
+    little = Masked(lengths=[400], other_lengths=[10, 20])
+    health = RunHealth()
+    warnings = [health.observe_masked(step) for step in (much, much, little, much, much, much)]
+    assert [len(due) for due in warnings] == [0, 0, 0, 0, 0, 1]
+    (warning,) = warnings[-1]
+    assert warning.key == "health/masked"
+    assert warning.message.startswith(
+        "the rollout correction leaves 2 of 5 completions of this step out of the policy term; they have 350 tokens on average, "
+        "the others 20: set vllm.importance_sampling_mode to token_truncate"
+    )
+
+
+def test_a_step_without_anything_left_or_anything_to_mask() -> None:
+    health = RunHealth()
+    assert [health.observe_masked(Masked(lengths=[], other_lengths=[])) for _ in range(4)] == [[]] * 4
+    due = [health.observe_masked(Masked(lengths=[7], other_lengths=[])) for _ in range(3)][-1]
+    assert "leaves 1 of 1 completions of this step out of the policy term: set" in due[0].message

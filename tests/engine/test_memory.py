@@ -64,6 +64,14 @@ def test_the_cache_is_that_of_the_sequences_sampled_at_once(tiny_model_folder: P
     assert estimate.cache == real
 
 
+def test_vllm_has_a_cache_of_its_own_and_keeps_its_memory_all_the_time(tiny_model_folder: Path) -> None:
+    policy = policy_of(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
+    without, elsewhere, here = estimated(policy), estimated(policy, vllm=0), estimated(policy, vllm=1 << 30)
+    assert without.cache
+    assert (without.vllm, elsewhere.cache, elsewhere.vllm, here.vllm) == (0, 0, 0, 1 << 30)
+    assert here.total == elsewhere.total + (1 << 30)
+
+
 def test_checkpointing_and_smaller_micro_batches_need_less(tiny_model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
 

@@ -185,8 +185,17 @@ def test_sampling_metrics_are_of_the_raw_ratio_and_of_scored_tokens() -> None:
     assert metrics["sampling/importance_ratio/mean"] == pytest.approx(sum(ratios) / 4)
     assert metrics["sampling/importance_ratio/max"] == pytest.approx(max(ratios))
     assert metrics["sampling/importance_ratio/clipped_fraction"] == 3 / 4
+    assert metrics["sampling/importance_ratio/clipped_mean"] == pytest.approx((1.1 + 0.95 + 1.1 + 1.0) / 4)
+    assert metrics["sampling/importance_ratio/masked_sequences"] == 0
 
     settings = replace(settings, correction=correct("sequence", "mask", 0.95, 1.3))
     metrics = results(run(batch, make_totals([batch], settings), settings).output.metrics)
     assert metrics["sampling/importance_ratio/mean"] == pytest.approx((math.exp(0.4) + math.exp(0.2)) / 2)
     assert metrics["sampling/importance_ratio/clipped_fraction"] == 1 / 2
+    assert metrics["sampling/importance_ratio/clipped_mean"] == pytest.approx((0 + math.exp(0.2)) / 2)
+    assert metrics["sampling/importance_ratio/masked_sequences"] == 1 / 2
+
+    settings = replace(settings, correction=correct("token", "mask", 0.95, 1.1))
+    metrics = results(run(batch, make_totals([batch], settings), settings).output.metrics)
+    assert metrics["sampling/importance_ratio/clipped_mean"] == pytest.approx(1 / 4)
+    assert metrics["sampling/importance_ratio/masked_sequences"] == 1 / 2, "one completion keeps a token"

@@ -64,6 +64,13 @@ def test_notices_follow_the_summary(grpo: Command, recipe_folder: Path) -> None:
     assert [line.partition(": found ")[0] for line in lines] == ["notice: model.dtype", "notice: eval.dataset"]
 
 
+def test_vllm_that_is_not_installed_is_noticed(grpo: Command, recipe_folder: Path) -> None:
+    grpo.monkeypatch.setitem(sys.modules, "vllm", None)  # no import finds it
+    outcome = grpo("check", "good.yaml", "vllm.mode=colocate")
+    notice = "notice: vllm.mode: found colocate, but vLLM is not installed here; a run needs it (pip install vllm)"
+    assert outcome == Outcome(code=0, out=f"{FINE}  engine   vLLM in the training process\n{notice}\n", err="")
+
+
 def test_problems_go_to_the_error_stream_with_their_number(grpo: Command, recipe_folder: Path) -> None:
     outcome = grpo("check", "good.yaml", "train.seed=-1", "train.bf16=maybe")
     assert outcome == Outcome(code=2, out="", err=WRONG)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.errors import RecipeError
+from grpo_cli.recipe.kinds import is_section, types_of, without_none
 from grpo_cli.recipe.load import dump_recipe, load_recipe
 from grpo_cli.recipe.schema import Recipe
 
@@ -43,7 +44,7 @@ train:
 EVERYTHING_REPORTED = """\
 many.yaml:3: model.dtyp: unknown key; allowed in `model`: name_or_path, revision, tokenizer_name_or_path, dtype, \
 attn_implementation, share_prefix, trust_remote_code, chat_template_path (did you mean `dtype`?)
-many.yaml:4: num_generations: unknown key; allowed in the recipe: run_name, model, dataset, rewards, grpo, generation, train, \
+many.yaml:4: num_generations: unknown key; allowed in the recipe: run_name, model, dataset, rewards, grpo, generation, vllm, train, \
 eval, logging (did you mean `grpo.num_generations`?)
 many.yaml:7: dataset.max_rows: found 3 rows, but one step takes 4 prompts by `train.prompts_per_step` (use more rows, or lower \
 `train.prompts_per_step` to 3)
@@ -312,3 +313,37 @@ RECIPES_THAT_ARE_FINE = [
 def test_a_recipe_that_is_written_out_loads_as_the_same(changes: str) -> None:
     recipe = load(f"extends: good.yaml\n{changes}")
     assert load(dump_recipe(recipe), path="written.yaml") == recipe
+
+
+def test_every_number_is_finite(report: Report) -> None:
+    """Whatever bounds a key has: no comparison refuses nan."""
+    numbers = [
+        (section, name)
+        for section, part in types_of(Recipe).items()
+        if is_section(part)
+        for name, kind in types_of(part).items()
+        if without_none(kind)[0] is float
+    ]
+    assert len(numbers) > 30
+    for section, name in numbers:
+        for value in (".nan", ".inf", "-.inf"):
+            assert f"{section}.{name}: found {value.replace('.', '')}; allowed: " in report(
+                "", f"{section}.{name}={value}"
+            )
+
+
+def test_it_is_known_which_keys_were_given(recipe_folder: Path) -> None:
+    (recipe_folder / "more.yaml").write_text("extends: good.yaml\nvllm: {mode: server, server_port: 8000}\n")
+    chosen = load_recipe(Path("more.yaml"), ("train.seed=3",)).chosen
+    assert {"model.name_or_path", "vllm.mode", "vllm.server_port", "train.seed"} <= chosen
+    assert not {"vllm.server_host", "vllm.gpu_memory_utilization", "vllm", "train.max_steps"} & chosen
+
+
+def test_files_are_looked_for_only_if_asked(recipe_folder: Path) -> None:
+    (recipe_folder / "prompts.jsonl").unlink()
+    (recipe_folder / "table_rewards.py").unlink()
+    with pytest.raises(RecipeError, match=r"dataset\.name"):
+        load_recipe(Path("good.yaml"))
+    assert load_recipe(Path("good.yaml"), look_for_files=False).recipe.dataset.name == "prompts.jsonl"
+    with pytest.raises(RecipeError, match=r"train\.seed"):
+        load_recipe(Path("good.yaml"), ("train.seed=x",), look_for_files=False)

@@ -40,6 +40,7 @@ def test_every_section_has_a_table() -> None:
         "rewards.reward_funcs[]",
         "grpo",
         "generation",
+        "vllm",
         "train",
         "eval",
         "logging",

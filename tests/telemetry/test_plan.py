@@ -78,6 +78,15 @@ def test_reused_generations_resumed_steps_and_tight_memory_are_told() -> None:
     assert rows["memory"].endswith("cpu has 1.0 GiB: this may not fit")
 
 
+def test_an_engine_other_than_the_built_in_one_is_told() -> None:
+    assert "engine" not in dict(plan_rows(PLAN))
+    rows = plan_rows(replace(PLAN, engine="vLLM in this process"))
+    assert rows[:2] == [
+        ("model", "package://smollm2/[model], 134.5M parameters, float32 on cpu"),
+        ("engine", "vLLM in this process"),
+    ]
+
+
 def test_memory_with_an_unknown_part_is_a_lower_bound() -> None:
     plan = replace(PLAN, memory={"weights": 2**30, "reference": 0, "cache": None}, memory_peak=2**30)
     assert dict(plan_rows(plan))["memory"] == "at least 1.0 GiB (weights 1.0 GiB, cache unknown), cpu has 16.0 GiB"

@@ -11,6 +11,7 @@ from grpo_cli.recipe.schema.model import ModelSection
 from grpo_cli.recipe.schema.option import option
 from grpo_cli.recipe.schema.rewards import RewardFunction, RewardsSection
 from grpo_cli.recipe.schema.train import TrainSection
+from grpo_cli.recipe.schema.vllm import VllmSection
 
 __all__ = [
     "DatasetSection",
@@ -23,6 +24,7 @@ __all__ = [
     "RewardFunction",
     "RewardsSection",
     "TrainSection",
+    "VllmSection",
 ]
 
 
@@ -36,6 +38,7 @@ class Recipe:
     rewards: RewardsSection = option(factory=RewardsSection, help="The rewards.")
     grpo: GrpoSection = option(factory=GrpoSection, help="Advantages and objective.")
     generation: GenerationSection = option(factory=GenerationSection, help="Sampling.")
+    vllm: VllmSection = option(factory=VllmSection, help="The rollout engine, if it is vLLM.")
     train: TrainSection = option(factory=TrainSection, help="The loop.")
     eval: EvalSection = option(factory=EvalSection, help="Evaluation during training.")
     logging: LoggingSection = option(factory=LoggingSection, help="What is shown and recorded.")

@@ -26,4 +26,8 @@ class GenerationSection:
     stop_token_ids: list[int] = option(
         factory=list, help="Token ids that end a completion, besides those that the tokenizer and the model name."
     )
-    max_num_seqs: int = option(64, minimum=1, help="Completions that the local engine samples at once.")
+    max_num_seqs: int = option(
+        64,
+        minimum=1,
+        help="Completions that the local engine samples at once. vLLM takes as many as fit; `vllm.engine` can bound it.",
+    )

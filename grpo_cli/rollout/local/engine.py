@@ -105,7 +105,10 @@ class LocalEngine:
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:  # noqa: ARG002  shared
         """Take the version number; the weights are the trainer's own."""
         self._version = version
-        return SyncReport(version=version, bytes=0, seconds=0.0)
+        return SyncReport(version=version, bytes=0)
+
+    def rest(self) -> None:
+        """Do nothing: what a call took is free when it returns."""
 
     def close(self) -> None:
         """Do nothing: the engine holds nothing of its own between two calls."""

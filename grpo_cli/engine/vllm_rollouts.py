@@ -1,0 +1,217 @@
+"""vLLM as the engine that samples: in this process, or in servers that run already or are started here."""
+
+import secrets
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from grpo_cli.device_memory import total_memory
+from grpo_cli.engine.inputs import Inputs
+from grpo_cli.engine.memory import cached_values_per_token
+from grpo_cli.engine.rollouts import dtype_name
+from grpo_cli.engine.started_server import StartedServerEngine, wait_for
+from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.load import prepared_location
+from grpo_cli.recipe.addresses import is_loopback, server_addresses
+from grpo_cli.recipe.schema import Recipe
+from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.rollout.sync.transports import WeightTransport, address_towards, build_transport, choose_transport
+from grpo_cli.rollout.vllm.arguments import engine_arguments, read_token, resolved_dtype, vllm_version
+from grpo_cli.rollout.vllm.client import VllmClient
+from grpo_cli.rollout.vllm.colocate import ColocateEngine
+from grpo_cli.rollout.vllm.fit import Needs, model_sizes
+from grpo_cli.rollout.vllm.limits import MAX_NUM_GENERATIONS
+from grpo_cli.rollout.vllm.server_engine import ServerEngine
+from grpo_cli.rollout.vllm.supervisor import ServerProcess, Serving, vllm_server
+from grpo_cli.telemetry.recorder import Recorder
+
+LOG_FILE = "vllm-server.log"
+_MOST_SEQUENCES = 256
+"""Completions that vLLM samples at once; with more it gets hardly any faster."""
+
+
+def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> ColocateEngine:
+    """Start vLLM in this process.
+
+    Args:
+        inputs: What the run starts from.
+        policy: On its device.
+        recorder: Told of progress.
+
+    Raises:
+        TrainingError: If vLLM is not installed.
+        ModelError: If it does not start with this model.
+    """
+    recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
+    recorder.say(f"starting vLLM {vllm_version()} in this process")
+    return ColocateEngine(
+        _arguments(inputs, dtype),
+        inputs.tokenizer,
+        bucket_bytes=recipe.vllm.weight_bucket_mib << 20,
+        dtype=getattr(torch, dtype),
+        max_num_seqs=_most_sequences(inputs),
+        sleeps=recipe.vllm.enable_sleep_mode,
+        on_progress=recorder.progress,
+    )
+
+
+def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitStack) -> RolloutEngine:
+    """Connect to the servers; with `vllm.start` start one first, whose end `stack` sees to.
+
+    Args:
+        inputs: What the run starts from.
+        policy: On its device.
+        recorder: Told of progress.
+        stack: Ends the started server.
+
+    Raises:
+        TrainingError: If a server does not start, cannot be reached, or wants another token.
+        ModelError: If it does not take sequences as long as the run's.
+    """
+    recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
+    section, device = recipe.vllm, inputs.processes.device
+    token = read_token(section.token_file, inputs.folder)
+    server = None
+    if section.start:
+        token = token or secrets.token_urlsafe(32)
+        server = _start_server(inputs, dtype, token, recorder, stack)
+    addresses = server_addresses(section)
+    engine = ServerEngine(
+        [
+            VllmClient(
+                address,
+                token,
+                connect_timeout=section.connect_timeout,
+                request_timeout=section.request_timeout,
+            )
+            for address in addresses
+        ],
+        inputs.tokenizer,
+        transport=_transport(recipe, [urlsplit(address).hostname or "" for address in addresses], device),
+        bucket_bytes=section.weight_bucket_mib << 20,
+        dtype=getattr(torch, dtype),
+        needs=Needs(
+            model=recipe.model.name_or_path,
+            sizes=model_sizes(policy.model.config),
+            dtype=dtype,
+            device=device.type,
+            longest=longest_sequence(inputs),
+            num_generations=_most_generations(recipe),
+        ),
+        server_timeout=section.server_timeout,
+        on_progress=recorder.progress,
+        on_notice=recorder.say,
+    )
+    try:
+        engine.wait_until_ready(section.server_timeout, on_wait=recorder.say)
+    except BaseException:
+        engine.close()
+        raise
+    if server is None:
+        return engine
+    return StartedServerEngine(engine, server, server_timeout=section.server_timeout, say=recorder.say)
+
+
+def _start_server(inputs: Inputs, dtype: str, token: str, recorder: Recorder, stack: ExitStack) -> ServerProcess:
+    """Start a server for this run alone, and wait until it answers."""
+    recipe, section = inputs.recipe, inputs.recipe.vllm
+    serving = Serving(
+        name=recipe.model.name_or_path,
+        host=section.server_host,
+        port=section.server_port,
+        token=token,
+        max_num_generations=max(MAX_NUM_GENERATIONS, _most_generations(recipe)),
+        log_path=inputs.output_dir / LOG_FILE,
+    )
+    recorder.say(f"starting vLLM {vllm_version()} on {serving.url} (log: {serving.log_path})")
+    # It samples nothing before it gets the trainer's weights, so it need not read any.
+    arguments = {"load_format": "dummy", "max_num_seqs": _most_sequences(inputs), **_arguments(inputs, dtype)}
+    server = stack.enter_context(vllm_server(arguments, serving))
+    server.start()
+    wait_for(server, section.server_timeout, recorder.say)
+    return server
+
+
+def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
+    """Say what engine to build for this run's model and lengths."""
+    recipe = inputs.recipe
+    model, tokenizer = recipe.model, recipe.model.tokenizer_name_or_path
+    return engine_arguments(
+        recipe.vllm,
+        model=prepared_location(model.name_or_path, inputs.folder).name_or_path,
+        dtype=dtype,
+        max_model_len=recipe.vllm.max_model_length or longest_sequence(inputs),
+        seed=recipe.train.seed,
+        on_cpu=inputs.processes.device.type == "cpu",
+        revision=model.revision,
+        tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _most_generations(recipe: Recipe) -> int:
+    """Count the completions of one prompt that are asked for in one request."""
+    return max(recipe.grpo.num_generations, recipe.eval.num_generations)
+
+
+def _most_sequences(inputs: Inputs) -> int:
+    """Count the completions that are asked for at once, as far as sampling them at once pays."""
+    recipe = inputs.recipe
+    trained = recipe.train.prompts_per_step * recipe.grpo.steps_per_generation * recipe.grpo.num_generations
+    held_out = len(inputs.held_out.prompts) * recipe.eval.num_generations
+    return min(_MOST_SEQUENCES, max(trained, held_out))
+
+
+def _transport(recipe: Recipe, hosts: list[str], device: torch.device) -> WeightTransport:
+    """Choose how weights travel to the servers.
+
+    Raises:
+        TrainingError: If that is not possible here, or no way leads to a server.
+    """
+    section = recipe.vllm
+    far = [host for host in hosts if not is_loopback(host)]
+    setting = section.weight_transport
+    if setting == "auto" and section.start and device.type == "cuda":
+        # The server that this run starts is on the GPU that trains, and NCCL refuses two ranks on one device.
+        setting = "cuda_ipc"
+    return build_transport(
+        choose_transport(setting, device=device, same_machine=section.start or not far),
+        device=device,
+        host=section.group_host or address_towards([*far, *hosts][0]),
+        port=section.group_port,
+    )
+
+
+def sampling_dtype(recipe: Recipe, policy: PolicyModel) -> str:
+    """Name the precision that vLLM holds its weights and computes in."""
+    return resolved_dtype(recipe.vllm, bf16=recipe.train.bf16, model_dtype=dtype_name(policy.model))
+
+
+def longest_sequence(inputs: Inputs) -> int | None:
+    """Count the tokens of the longest prompt and completion that the run can have; None: not known."""
+    recipe, prompt = inputs.recipe, inputs.prompts.longest
+    if prompt is None:
+        return None
+    completion = recipe.generation.max_completion_length
+    held_out = max((len(one.ids) for one in inputs.held_out.prompts), default=0)
+    return max(prompt + completion, held_out + (recipe.eval.max_completion_length or completion))
+
+
+def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
+    """Estimate what vLLM takes of the memory that this run trains in; nothing if it runs elsewhere, as far as is known."""
+    recipe, section = inputs.recipe, inputs.recipe.vllm
+    if section.mode == "server" and not section.start:
+        return 0
+    available = total_memory(inputs.processes.device)
+    if inputs.processes.device.type != "cpu":
+        return int(section.gpu_memory_utilization * (available or 0))
+    dtype = sampling_dtype(recipe, policy)
+    itemsize = int(getattr(torch, dtype).itemsize)
+    weights = itemsize * sum(parameter.numel() for parameter in policy.parameters())
+    cache = int(_arguments(inputs, dtype).get("kv_cache_memory_bytes", 0))
+    values, longest = cached_values_per_token(policy.model.config.get_text_config()), longest_sequence(inputs)
+    if section.mode == "colocate" and values is not None and longest is not None:  # it takes no more than can be filled
+        cache = min(cache, _most_sequences(inputs) * longest * values * itemsize)
+    return weights + cache

@@ -1,0 +1,84 @@
+"""Weights under the names and in the shapes that a checkpoint has, which is what an engine loads."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from grpo_cli.errors import ModelError
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+"""The beginning of a name, up to the number of the layer."""
+
+
+def checkpoint_names(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """Stream a model's weights as a checkpoint of it has them.
+
+    transformers keeps some weights in another form in memory, such as the experts of a layer as one tensor. That is undone
+    tensor by tensor, or layer by layer where several tensors become one. The weights of other models pass through untouched.
+
+    Args:
+        model: A transformers model without wrappers.
+        named: Names and tensors as they are in the model; can be iterated again, and so can the result.
+
+    Raises:
+        ModelError: If tensors of several layers become one.
+    """
+    split = _split(model)
+    return named if split is None else _CheckpointNames(model, named, split)
+
+
+class _CheckpointNames:
+    """Weights on the way back to a checkpoint's form, one part of the model at a time."""
+
+    def __init__(self, model: Any, named: Iterable[tuple[str, Tensor]], split: Callable[[str], str]) -> None:
+        self._model = model
+        self._named = named
+        self._split = split
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return _reverted(self._model, self._named, self._split)
+
+
+def _reverted(
+    model: Any, named: Iterable[tuple[str, Tensor]], split: Callable[[str], str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Revert consecutive tensors together whose names `split` maps to the same."""
+    for _, part in groupby(named, key=lambda item: split(item[0])):
+        yield from revert_weight_conversion(model, dict(part)).items()
+
+
+def _split(model: Any) -> Callable[[str], str] | None:
+    """Find the smallest parts that can be reverted alone, by trying it without data; None if there is nothing to revert."""
+    weights = {
+        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        for name, parameter in model.named_parameters()
+    }
+    whole: Mapping[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    if all(whole.get(name) is weight for name, weight in weights.items()):
+        return None
+    for split in (_itself, _layer):
+        if _shapes(_reverted(model, weights.items(), split)) == _shapes(whole.items()):
+            return split
+    raise ModelError(
+        f"{type(model).__name__}: a checkpoint has tensors made from several layers of the model, which cannot be sent to vLLM "
+        "one layer at a time",
+        hint="use the built-in engine: leave vllm.mode out",
+    )
+
+
+def _itself(name: str) -> str:
+    return name
+
+
+def _layer(name: str) -> str:
+    found = _LAYER.match(name)
+    return name if found is None else found.group()
+
+
+def _shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in named}

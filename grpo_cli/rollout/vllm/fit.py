@@ -1,0 +1,88 @@
+"""Whether a server is the one that a run needs: with the same model, in the same precision, for as much as it will be asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.errors import ModelError
+
+if TYPE_CHECKING:
+    from grpo_cli.rollout.vllm.client import ServerStatus
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run needs of its servers.
+
+    Attributes:
+        model: What it calls its model.
+        sizes: Of the model; see `model_sizes`.
+        dtype: What it counts on vLLM to compute in, such as `float32`; None: anything.
+        device: Type of the device that trains, such as `cuda`; None: anything.
+        longest: Longest prompt and completion together in tokens; None: not known.
+        num_generations: Most completions of one prompt.
+    """
+
+    model: str = "another model"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    longest: int | None = None
+    num_generations: int = 1
+
+
+def model_sizes(config: Any) -> dict[str, int]:
+    """Give the numbers by which two models can be told apart without a look at their weights.
+
+    Args:
+        config: A transformers configuration.
+    """
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in _SIZES}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def check_fit(server: str, status: "ServerStatus", needs: Needs) -> None:
+    """Compare what a run needs with what a server is.
+
+    Args:
+        server: Names it.
+        status: What it says of itself.
+        needs: Of the run.
+
+    Raises:
+        ModelError: If it is something else.
+    """
+    for name, wanted in needs.sizes.items():
+        found = status.sizes.get(name, wanted)
+        if found != wanted:
+            raise ModelError(
+                f"{server}: it serves {status.model}, whose {name} is {found}; that of {needs.model}, which is trained here, is {wanted}",
+                hint="start it with the model of this recipe: `grpo vllm-serve RECIPE`",
+            )
+    if needs.device not in (None, status.device):
+        raise ModelError(
+            f"{server}: it computes on {status.device}, but this run trains on {needs.device}: no way of sending weights leads from one "
+            "to the other",
+            hint="run both on the same kind of device",
+        )
+    if needs.dtype not in (None, status.dtype):
+        raise ModelError(
+            f"{server}: it computes in {status.dtype}, but this run counts on {needs.dtype} (vllm.dtype)",
+            hint=f"start it with --dtype {needs.dtype}, or set vllm.dtype to {status.dtype}",
+        )
+    if needs.longest is not None and status.max_model_len < needs.longest:
+        raise ModelError(
+            f"{server}: its longest sequence is {status.max_model_len} tokens, but a prompt and its completion can have "
+            f"{needs.longest} here",
+            hint=f"start it with --max-model-length {needs.longest}, or lower dataset.max_prompt_length or "
+            "generation.max_completion_length",
+        )
+    if status.max_num_generations < needs.num_generations:
+        raise ModelError(
+            f"{server}: it samples up to {status.max_num_generations} completions of a prompt, but this run asks for "
+            f"{needs.num_generations}",
+            hint=f"start it with --max-num-generations {needs.num_generations}, or lower grpo.num_generations or eval.num_generations",
+        )

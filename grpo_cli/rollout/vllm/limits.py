@@ -1,0 +1,21 @@
+"""How much one request to a served vLLM may ask for."""
+
+from dataclasses import dataclass
+
+MAX_BODY_MIB = 64
+"""Unless told otherwise: a bucket travels beside HTTP, so that the longest body is a prompt of some million tokens."""
+MAX_NUM_GENERATIONS = 256
+"""Unless told otherwise, or a recipe needs more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How much one request may ask for.
+
+    Attributes:
+        max_body_bytes: Length of its body.
+        max_num_generations: Completions of a prompt, `n`.
+    """
+
+    max_body_bytes: int
+    max_num_generations: int

@@ -1,0 +1,149 @@
+"""Real vLLM servers that are killed in the middle of a run: it goes on, as if nothing had been; or says in a line why not."""
+
+import importlib.util
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from e2e.experiment import Experiment, completions, records
+from e2e.test_vllm_train import (
+    assert_nothing_is_left,
+    free_port,
+    make,
+    served,
+    start,
+    train,
+    wait_for_steps,
+)
+from tiny_models import build_tiny_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+STEPS = 30
+MORE = f"train.max_steps={STEPS}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with heads of a size that vLLM has kernels for."""
+    return build_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128, initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of as many steps leaves behind, whose engine nobody kills."""
+    experiment = make(tmp_path_factory.mktemp("undisturbed"), model, mode="colocate")
+    outcome = train(experiment, MORE)
+    assert outcome.returncode == 0, outcome.stderr
+    return experiment.output()
+
+
+def assert_same_samples(mine: Path, theirs: Path) -> None:
+    """Every step sampled and rewarded the same, once."""
+    told, other = records(mine), records(theirs)
+    assert [record["step"] for record in told] == list(range(1, STEPS + 1))
+    assert [record["reward"] for record in told] == pytest.approx([record["reward"] for record in other], abs=1e-6)
+    assert [record["num_tokens"] for record in told] == [record["num_tokens"] for record in other]
+    assert [record["policy_version"] for record in told] == list(range(STEPS))
+    texts = [
+        [[row["completion"] for row in rows] for rows in completions(output).values()] for output in (mine, theirs)
+    ]
+    assert texts[0] == texts[1]
+
+
+def recoveries(experiment: Experiment) -> int:
+    return sum(record.get("rollout/recoveries", 0) for record in records(experiment.output()))
+
+
+def server_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """Find the server that a run has started."""
+    (server,) = psutil.Process(process.pid).children()
+    return server
+
+
+def engine_of(server: psutil.Process) -> psutil.Process:
+    """Find the process of vLLM's engine."""
+    (engine,) = [
+        child for child in server.children(recursive=True) if "EngineCore" in child.name() + str(child.cmdline())
+    ]
+    return engine
+
+
+def test_a_started_server_is_started_again_and_the_run_is_the_same(
+    undisturbed: Path, model: Path, tmp_path: Path
+) -> None:
+    experiment = make(tmp_path, model, mode="server", start=True, server_port=free_port())
+    process = start(experiment, MORE)
+    wait_for_steps(experiment.output(), 2, process)
+    server_of(process).kill()
+    done = len(records(experiment.output()))
+    wait_for_steps(experiment.output(), done + 2, process)
+    engine_of(server_of(process)).kill()
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "vLLM ended by signal SIGKILL; it is started again" in output
+    assert output.count("; it is started again") == 2
+    assert_same_samples(experiment.output(), undisturbed)
+    assert recoveries(experiment) == 2
+    assert all((experiment.output() / f"vllm-server.{number}.log").stat().st_size > 0 for number in (1, 2))
+    assert_nothing_is_left(experiment)
+
+
+def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
+    undisturbed: Path, model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    experiment = make(tmp_path, model, mode="server", server_port=port)
+    with served(tmp_path, model, port) as server:
+        process = start(experiment, MORE)
+        wait_for_steps(experiment.output(), 2, process)
+        server.kill()
+        time.sleep(5)
+        assert process.poll() is None
+    with served(tmp_path, model, port) as server:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert "start it again if it has ended: the run goes on when a server answers" in output
+        assert f"waiting for vLLM server http://127.0.0.1:{port}: GET /health: connection refused" in output
+        assert_same_samples(experiment.output(), undisturbed)
+        assert recoveries(experiment) == 1
+
+        given_up = make(tmp_path / "given-up", model, mode="server", server_port=port, server_timeout=3)
+        process = start(given_up, "train.max_steps=100000")
+        wait_for_steps(given_up.output(), 2, process)
+        server.kill()
+        began = time.monotonic()
+        output, errors = process.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+    assert process.returncode == 4, errors
+    assert "connection refused; waited 3 s (vllm.server_timeout)" in errors
+    assert "Traceback" not in errors
+    done = records(given_up.output())[-1]["step"]
+    assert f"stopped at step {done} of 100000" in output
+    assert (given_up.output() / "checkpoints" / f"step-{done:06d}").is_dir()
+
+
+def test_a_taken_port_and_other_models_are_told_in_a_line(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    other = build_tiny_model(tmp_path / "other", hidden_size=256, initializer_range=0.2)
+    with served(tmp_path, model, port) as server:
+        wrong = train(make(tmp_path / "wrong", other, mode="server", server_port=port))
+        assert wrong.returncode == 2, wrong.stderr
+        assert (
+            f"it serves {model}, whose hidden_size is 128; that of {other}, which is trained here, is 256"
+            in wrong.stderr
+        )
+        precise = train(make(tmp_path / "precise", model, mode="server", server_port=port, dtype="bfloat16"))
+        assert precise.returncode == 2, precise.stderr
+        assert "it computes in float32, but this run counts on bfloat16 (vllm.dtype)" in precise.stderr
+        taken = train(make(tmp_path / "taken", model, mode="server", start=True, server_port=port))
+        assert taken.returncode == 4, taken.stderr
+        assert f"cannot listen on 127.0.0.1:{port}: address already in use" in taken.stderr
+        assert "Traceback" not in wrong.stderr + precise.stderr + taken.stderr
+        assert server.poll() is None

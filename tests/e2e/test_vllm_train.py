@@ -1,0 +1,270 @@
+"""`grpo train` with a real vLLM that samples: in the process, in a server that runs already, and in one that the run starts.
+
+They are the tests of what only the whole shows: weights that reach an engine of another process and are seen to, servers that die,
+and nothing that is left behind.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from e2e.experiment import Experiment, completions, make_experiment, records, weights
+from optional_packages import needs_vllm
+from tiny_models import build_tiny_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    needs_vllm,
+]
+
+GRPO = [sys.executable, "-m", "grpo_cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+MARK = "GRPO_TEST_EXPERIMENT"
+"""Environment variable that every process of a run inherits."""
+STEPS = 6
+
+LYING = """
+import sys
+
+from grpo_cli.rollout.sync import names
+
+names.checkpoint_names = lambda model, named: Lie(named)
+FIRST, SECOND = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+
+
+class Lie:
+    def __init__(self, named):
+        self.named = named
+
+    def __iter__(self):
+        for name, tensor in self.named:
+            yield {FIRST: SECOND, SECOND: FIRST}.get(name, name), tensor
+
+
+from grpo_cli.cli.app import main
+
+sys.exit(main())
+"""
+"""Sends two matrices under each other's name: what arrives is what was sent, and still it is wrong."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with heads of a size that vLLM has kernels for."""
+    return build_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128, initializer_range=0.2)
+
+
+def make(folder: Path, model: Path, **vllm: Any) -> Experiment:
+    return make_experiment(
+        folder,
+        model,
+        rewards={"reward_funcs": ["my_rewards.few_letters"]},
+        generation={"max_completion_length": 12},
+        vllm={"canary_steps": 2, "engine": {"kv_cache_memory_bytes": 1 << 26}, **vllm},
+    )
+
+
+def environment(experiment: Experiment) -> dict[str, str]:
+    return ENVIRONMENT | {MARK: str(experiment.folder)}
+
+
+def train(experiment: Experiment, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `grpo train` to its end."""
+    return subprocess.run(
+        [*GRPO, "train", str(experiment.recipe), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(experiment),
+        check=False,
+        timeout=300,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str], seconds: float = 240) -> None:
+    """Wait until a run has done some steps."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if (output / "metrics.jsonl").exists() and len(records(output)) >= steps:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the run did not come so far: {process.communicate(timeout=10)}")
+
+
+def bind_soon(listener: socket.socket, port: int, seconds: float = 5) -> None:
+    """Take a port as soon as it is free."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            listener.listen()
+            return
+
+
+def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
+    """Look at what a run with vLLM tells of it."""
+    told = records(experiment.output())
+    assert [record["step"] for record in told] == list(range(1, steps + 1))
+    size = sum(tensor.nbytes for tensor in weights(experiment.output()).values())
+    for record in told:
+        assert record["sync/bytes"] >= size
+        assert 0 < record["sampling/logp_difference/mean"] < 1e-4, "another engine, the same weights"
+        assert record["sampling/logp_difference/max"] < 2e-3
+        assert record["sampling/importance_ratio/mean"] == pytest.approx(1, abs=1e-3)
+        assert record["sampling/importance_ratio/clipped_mean"] == pytest.approx(1, abs=1e-3)
+        assert record["policy_version"] == record["step"] - 1
+    checks = [record["canary/logp_difference/mean"] for record in told if "canary/logp_difference/mean" in record]
+    assert len(checks) >= steps // 2
+    assert all(0 < check < 1e-4 for check in checks)
+
+
+def assert_nothing_is_left(experiment: Experiment) -> None:
+    """No process of a run of this experiment lives on."""
+    assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
+
+
+def _belongs_to(process: psutil.Process, experiment: Experiment) -> bool:
+    try:
+        return bool(process.environ().get(MARK) == str(experiment.folder))
+    except psutil.Error:
+        return False
+
+
+def start(experiment: Experiment, *arguments: str) -> subprocess.Popen[str]:
+    """Run `grpo train` in the background."""
+    return subprocess.Popen(
+        [*GRPO, "train", str(experiment.recipe), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(experiment),
+    )
+
+
+@pytest.fixture(scope="module")
+def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, str]:
+    """A complete run with vLLM in its process, and what it printed."""
+    experiment = make(tmp_path_factory.mktemp("colocated"), model, mode="colocate")
+    outcome = train(experiment)
+    assert outcome.returncode == 0, outcome.stderr
+    return experiment, outcome.stdout
+
+
+def test_vllm_samples_in_the_process_that_trains(colocated: tuple[Experiment, str]) -> None:
+    experiment, output = colocated
+    assert_vllm_sampled(experiment)
+    assert "  engine    vLLM in this process" in output
+
+
+def test_the_last_of_the_weights_are_sampled_from(colocated: tuple[Experiment, str]) -> None:
+    """The run learns: with the weights of the beginning, the reward would stay where it was."""
+    told = records(colocated[0].output())
+    assert len({record["policy_version"] for record in told}) == STEPS
+    first = completions(colocated[0].output())
+    assert len({str(rows) for rows in first.values()}) == STEPS
+
+
+def test_weights_under_wrong_names_stop_the_run_before_it_trains(model: Path, tmp_path: Path) -> None:
+    experiment = make(tmp_path, model, mode="colocate")
+    script = tmp_path / "lying.py"
+    script.write_text(LYING)
+    outcome = subprocess.run(
+        [sys.executable, str(script), "train", str(experiment.recipe)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+        timeout=300,
+    )
+    assert outcome.returncode == 4, outcome.stderr
+    assert "does not sample from the trained weights" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not (experiment.output() / "metrics.jsonl").exists()
+
+
+@contextmanager
+def served(folder: Path, model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run `grpo vllm-serve` until the end of the block."""
+    command = [*GRPO, "vllm-serve", "--model", str(model), "--port", str(port), "--log-file", str(folder / "vllm.log")]
+    options = ["--max-model-length", "128", "--engine", f"kv_cache_memory_bytes={1 << 26}"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_runs_attach_to_a_server_one_after_another(
+    colocated: tuple[Experiment, str], model: Path, tmp_path: Path
+) -> None:
+    """The first is killed in the middle, without a word to the server; the second goes on with the same one."""
+    port = free_port()
+    experiment = make(tmp_path, model, mode="server", server_port=port)
+    with served(tmp_path, model, port):
+        process = start(experiment, "train.save_steps=1")
+        wait_for_steps(experiment.output(), 2, process)
+        process.kill()
+        output, _ = process.communicate(timeout=60)
+        assert f"waiting for vLLM server http://127.0.0.1:{port}" in output, (
+            "it was started at the same time as the server"
+        )
+        assert f"  engine    vLLM server http://127.0.0.1:{port}\n" in output
+        outcome = train(experiment, "--resume")
+        assert outcome.returncode == 0, outcome.stderr
+    assert_vllm_sampled(experiment)
+    mine, other = weights(experiment.output()), weights(colocated[0].output())
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-3, rtol=0, msg=f"{name}: the same run in another mode")
+
+
+def test_a_run_whose_server_was_killed_for_good_goes_on_with_resume(model: Path, tmp_path: Path) -> None:
+    """What cannot be started again, here because its port was taken meanwhile, ends the run, and nothing is lost."""
+    port = free_port()
+    experiment = make(tmp_path, model, mode="server", start=True, server_port=port)
+    process = start(experiment, "train.max_steps=100000")
+    wait_for_steps(experiment.output(), 2, process)
+    (server,) = psutil.Process(process.pid).children()
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.killpg(server.pid, signal.SIGKILL)
+        bind_soon(squatter, port)
+        began = time.monotonic()
+        output, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 4, errors
+    assert "vLLM ended by signal SIGKILL; it is started again" in output
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in errors
+    assert "Traceback" not in errors
+    done = records(experiment.output())[-1]["step"]
+    assert f"stopped at step {done} of 100000" in output
+    assert (experiment.output() / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert_nothing_is_left(experiment)
+
+    outcome = train(experiment, f"train.max_steps={done + 2}", "--resume")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "started by this run" in outcome.stdout
+    assert_vllm_sampled(experiment, steps=done + 2)
+    assert (experiment.output() / "vllm-server.log").stat().st_size > 0
+    assert_nothing_is_left(experiment)

@@ -1,0 +1,80 @@
+"""The engine that a recipe names is opened, or it is said why not; and the weights that it is given."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.experiment import Experiment, make_experiment
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.engine.distributed import NamedWeights
+from grpo_cli.engine.run import run
+from grpo_cli.errors import TrainingError
+from grpo_cli.recipe.load import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def forget_the_rewards_module() -> Iterator[None]:
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    sys.modules.pop("my_rewards", None)
+
+
+@pytest.fixture
+def experiment(tiny_model_folder: Path, tmp_path: Path) -> Experiment:
+    return make_experiment(tmp_path, tiny_model_folder)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_what_only_vllm_needs_is_not_loaded_without_it() -> None:
+    program = (
+        "import sys, grpo_cli.engine.run\n"
+        "print([name for name in sys.modules if name.startswith(('grpo_cli.rollout.vllm', 'grpo_cli.rollout.sync'))])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert outcome.stdout == "[]\n"
+
+
+def test_a_server_that_is_not_there_ends_the_run_before_it_begins(
+    experiment: Experiment, capsys: pytest.CaptureFixture[str], unused_port: int
+) -> None:
+    settings = ["vllm.mode=server", f"vllm.server_port={unused_port}", "vllm.server_timeout=1"]
+    with pytest.raises(TrainingError) as caught:
+        run(load_recipe(experiment.recipe, settings))
+    assert caught.value.exit_code == 4
+    assert f"http://127.0.0.1:{unused_port}" in caught.value.message
+    assert "vllm.server_timeout" in caught.value.message
+    assert "grpo vllm-serve" in str(caught.value)
+    assert f"waiting for vLLM server http://127.0.0.1:{unused_port}" in capsys.readouterr().out
+    assert not experiment.output().exists()
+
+
+def test_weights_are_given_as_often_as_they_are_asked_for_and_as_they_are_then(tiny_model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    weights = NamedWeights(model)
+    first = {name: tensor.clone() for name, tensor in weights}
+    assert first.keys() == model.state_dict().keys() - {"lm_head.weight"}, "the tied head comes once"
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    second = dict(weights)
+    assert torch.equal(second["model.embed_tokens.weight"], first["model.embed_tokens.weight"] + 1)
+    assert not any(tensor.requires_grad for tensor in second.values())
+
+
+def test_buffers_are_weights_if_they_are_saved() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("correction", torch.ones(2))
+    module.register_buffer("frequencies", torch.ones(2), persistent=False)
+    assert dict(NamedWeights(module)).keys() == {"weight", "bias", "correction"}

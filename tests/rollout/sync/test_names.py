@@ -1,0 +1,109 @@
+"""Weights as a checkpoint has them: what `save_pretrained` writes is the truth."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import FAMILIES, build_tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.errors import ModelError
+from grpo_cli.rollout.sync.names import checkpoint_names
+
+
+class ModelWeights:
+    """A model's parameters, as often as one likes, with a count of those that were asked for."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            self.given += 1
+            yield name, parameter.detach()
+
+
+def saved(model: Any, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(streamed: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
+    assert streamed.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert streamed[name].shape == tensor.shape
+        assert torch.equal(streamed[name], tensor)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_values_are_those_of_the_saved_checkpoint(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path / "model", family))
+    weights = checkpoint_names(model, ModelWeights(model))
+    stored = saved(model, tmp_path / "saved")
+    assert_same(dict(weights), stored)
+    assert_same(dict(weights), stored)  # again, as a transfer that failed does
+    assert len(list(weights)) == len(stored)
+
+
+def test_a_dense_model_passes_through_untouched(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen2"))
+    weights = ModelWeights(model)
+    assert checkpoint_names(model, weights) is weights
+
+
+def test_experts_are_taken_apart_one_tensor_at_a_time(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen3_moe"))
+    weights = ModelWeights(model)
+    order = [name for name, _ in model.named_parameters()]
+    for name, tensor in checkpoint_names(model, weights):
+        if "experts.0.gate_proj" in name:
+            fused = name.replace("experts.0.gate_proj.weight", "experts.gate_up_proj")
+            assert weights.given <= order.index(fused) + 2  # one more shows that the tensor's part is over
+            half = len(model.get_parameter(fused)[0]) // 2
+            assert torch.equal(tensor, model.get_parameter(fused)[0, :half])
+
+
+def test_weights_after_training_are_streamed_not_those_of_the_start(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path / "model", "qwen3_moe"))
+    weights = checkpoint_names(model, ModelWeights(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert_same(dict(weights), saved(model, tmp_path / "saved"))
+
+
+def build_hrm_text() -> Any:
+    """A family whose checkpoints have queries, keys, values and gates of a layer in one tensor, and the model does not."""
+    from transformers import HrmTextConfig
+
+    config = HrmTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4, head_dim=8
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_tensors_of_a_layer_that_a_checkpoint_has_as_one_are_put_together(tmp_path: Path) -> None:
+    model = build_hrm_text()
+    stored = saved(model, tmp_path)
+    assert any("gqkv_proj" in name for name in stored)
+    assert_same(dict(checkpoint_names(model, ModelWeights(model))), stored)
+
+
+def test_tensors_of_several_layers_that_become_one_are_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "llama"))
+    targets = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
+    model._weight_conversions = [
+        WeightConverter(
+            source_patterns="model.all_down_proj.weight", target_patterns=targets, operations=[Chunk(dim=0)]
+        )
+    ]
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: .*several layers") as caught:
+        checkpoint_names(model, ModelWeights(model))
+    assert "vllm.mode" in str(caught.value.hint)
