@@ -11,6 +11,7 @@ from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
+from grpo_cli.rollout.cached_values import cached_values_per_token
 
 ACTIVATION_FACTOR = 37
 """Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
@@ -176,19 +177,6 @@ def _values_per_token(model: Any, checkpointing: Checkpointing) -> int | None:
         return hidden * (layers + ACTIVATION_FACTOR)
     selective = checkpointing == "selective" and getattr(model, "supports_gradient_checkpointing", False)
     return hidden * layers * (SELECTIVE_FACTOR if selective else ACTIVATION_FACTOR)
-
-
-def cached_values_per_token(config: Any) -> int | None:
-    """Keys and values per token; None for a model without attention heads, which keeps a state of its own kind."""
-    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
-    hidden, head_size = _number(config, "hidden_size"), _number(config, "head_dim")
-    if layers is None or heads is None:
-        return None
-    if head_size is None:
-        if hidden is None:
-            return None
-        head_size = hidden // heads
-    return 2 * layers * (_number(config, "num_key_value_heads") or heads) * head_size
 
 
 def _number(config: Any, name: str) -> int | None:

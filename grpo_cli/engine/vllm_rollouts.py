@@ -9,13 +9,13 @@ import torch
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import cached_values_per_token
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
 from grpo_cli.recipe.addresses import is_loopback, server_addresses
 from grpo_cli.recipe.schema import Recipe
+from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sync.transports import WeightTransport, address_towards, build_transport, choose_transport
 from grpo_cli.rollout.vllm.arguments import engine_arguments, read_token, resolved_dtype, vllm_version

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.engine.distributed import NamedWeights
 from grpo_cli.engine.run import run
+from grpo_cli.engine.vllm_rollouts import _transport
 from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.load import load_recipe
+from grpo_cli.rollout.sync.transports import CudaIpcTransport, ProcessGroupTransport, SharedMemoryTransport
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,23 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_begins(
     assert "grpo vllm-serve" in str(caught.value)
     assert f"waiting for vLLM server http://127.0.0.1:{unused_port}" in capsys.readouterr().out
     assert not experiment.output().exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "kind"),
+    [
+        (["vllm.start=true"], "cuda", CudaIpcTransport),
+        (["vllm.start=true", "vllm.weight_transport=process_group"], "cuda", ProcessGroupTransport),
+        ([], "cuda", ProcessGroupTransport),
+        (["vllm.start=true"], "cpu", SharedMemoryTransport),
+    ],
+)
+def test_weights_for_a_started_server_do_not_travel_between_two_ranks_on_one_gpu(
+    experiment: Experiment, settings: list[str], device: str, kind: type
+) -> None:
+    """NCCL refuses that; a server that somebody else started may well be on another GPU."""
+    recipe = load_recipe(experiment.recipe, ["vllm.mode=server", *settings]).recipe
+    assert type(_transport(recipe, ["127.0.0.1"], torch.device(device))) is kind
 
 
 def test_weights_are_given_as_often_as_they_are_asked_for_and_as_they_are_then(tiny_model_folder: Path) -> None:

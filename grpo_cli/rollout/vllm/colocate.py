@@ -67,7 +67,7 @@ class ColocateEngine:
         self._on_progress = on_progress or (lambda _: None)
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._version: PolicyVersion | None = None
-        self._has_weights = False
+        self._has_weights = self._rests = False
         self._contained = Containment()
         self._group_is_ours = not distributed.is_initialized()
         self._llm: Any = None
@@ -116,9 +116,9 @@ class ColocateEngine:
 
     def rest(self) -> None:
         """Give memory back, if the engine is one that sleeps. See `RolloutEngine.rest`."""
-        if not self._sleeps or not self._has_weights:
+        if not self._sleeps or self._rests:
             return
-        self._has_weights = False
+        self._rests, self._has_weights = True, False
         with self._contained():
             if self._llm.llm_engine.is_sleeping():  # its cache is still, and what sleeps in part cannot be put to sleep
                 self._llm.wake_up(tags=["kv_cache"])
@@ -137,6 +137,7 @@ class ColocateEngine:
         with self._contained(), set_current_vllm_config(self._llm.llm_engine.vllm_config), torch.no_grad():
             if self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up(tags=["weights"])
+            self._rests = False
             self._loading.begin()
             for part in _copies(self._weights, self._bucket_bytes, self._dtype):
                 self._loading.load(part)

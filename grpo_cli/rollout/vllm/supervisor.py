@@ -117,7 +117,7 @@ class ServerProcess:
         self._log, self._was_ready = StageReader(self.log_path), False
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            if self.log_path.exists():
+            if self.log_path.is_file():  # and no device
                 self.log_path.replace(self.earlier_log)
             log = self.log_path.open("wb")
         except OSError as error:

@@ -115,7 +115,7 @@ def test_completions_that_take_too_long_are_no_loss_of_a_server_that_lives(
 ) -> None:
     server.always["/v1/completions"] = fault
     too_late = r"POST /v1/completions: no answer within 0\.3 s \(vllm\.request_timeout\)"
-    with pytest.raises(TrainingError, match=f"{too_late}, though it is alive$") as caught:
+    with pytest.raises(TrainingError, match=f"{too_late}, though it is alive\n") as caught:
         ask(server.url, lambda client: client.completions(BODY), request_timeout=0.3)
     assert not isinstance(caught.value, ServerError)
     assert "raise vllm.request_timeout" in str(caught.value.hint)

@@ -1,13 +1,9 @@
 """vLLM in this process: it samples what it should, and leaves training alone."""
 
 import gc
-import logging
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +16,11 @@ from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.errors import Interrupted, ModelError, TrainingError
+from grpo_cli.errors import Interrupted, TrainingError
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.rollout.local.stops import StopCheck
-from grpo_cli.rollout.vllm.colocate import ColocateEngine, _with_bounded_cache
-from grpo_cli.rollout.vllm.containment import LOG_LEVEL, Containment
+from grpo_cli.rollout.vllm.colocate import ColocateEngine
+from grpo_cli.rollout.vllm.containment import Containment
 from grpo_cli.types import FinishReason, Group, PolicyVersion, Prompt, PromptId, Sampling, Segment
 
 pytestmark = [
@@ -340,103 +336,3 @@ def test_the_cache_is_no_larger_than_the_completions_can_fill(engine: ColocateEn
     block = 128 * 2 * 2 * 2 * 32 * 4
     taken = engine._llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
     assert taken == (1 + SEQUENCES * 2) * block < 1 << 30
-
-
-def test_the_cache_of_a_model_without_attention_heads_is_left_as_it_is(tmp_path: Path) -> None:
-    from transformers import MambaConfig
-
-    MambaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
-    arguments = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 30}
-    assert _with_bounded_cache({**arguments, "max_num_seqs": 2})["kv_cache_memory_bytes"] == 1 << 30
-
-
-@pytest.mark.parametrize("family", ["smollm3", "olmo2"])
-def test_a_model_for_which_vllm_would_change_transformers_classes_is_refused(
-    family: str, arguments: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
-    folder = build_tiny_model(tmp_path, family, hidden_size=128)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ModelError, match=rf"vLLM would run {folder} .* with transformers' classes") as caught:
-        ColocateEngine({**arguments, "model": str(folder)}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
-    assert "vllm.mode to server" in str(caught.value.hint)
-    model(torch.tensor([[1, 2]])).logits.sum().backward()  # training is none the worse for it
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can give memory back")
-def test_sleep_is_refused_where_nothing_can_be_given_back(arguments: dict[str, Any], tokenizer: Any) -> None:
-    with pytest.raises(TrainingError, match=r"vllm\.enable_sleep_mode: .* on GPUs only; here it runs on cpu"):
-        ColocateEngine({**arguments, "enable_sleep_mode": True}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
-
-
-@pytest.mark.parametrize("level", ["INFO", "debug"])
-def test_the_level_that_the_user_exported_counts_every_time(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LOG_LEVEL, level)
-    contained = Containment()
-    for _ in range(3):
-        with contained():
-            assert os.environ[LOG_LEVEL] == level
-            assert logging.getLogger("vllm").level == getattr(logging, level.upper())
-        assert os.environ[LOG_LEVEL] == level
-
-
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
-def test_an_engine_of_several_processes_is_refused(name: str, arguments: dict[str, Any], tokenizer: Any) -> None:
-    with pytest.raises(TrainingError, match=rf"vllm\.{name}: found 2; .* one process"):
-        ColocateEngine({**arguments, name: 2}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["no process group", "training's process group"])
-def test_process_groups_are_those_of_training_after_a_start_that_failed_and_after_the_end(
-    grouped: bool, folder: Path
-) -> None:
-    script = f"""
-        import sys
-        import torch
-        from torch import distributed
-        from transformers import AutoTokenizer
-        from grpo_cli.errors import ModelError
-        from grpo_cli.rollout.vllm.colocate import ColocateEngine
-
-        if {grouped}:
-            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-            own = distributed.new_group([0])
-
-        def start(**changes):
-            arguments = dict(model={str(folder)!r}, dtype="float32", max_model_len=64, enforce_eager=True,
-                             kv_cache_memory_bytes=1 << 20, logprobs_mode="processed_logprobs") | changes
-            tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})
-            return ColocateEngine(arguments, tokenizer, bucket_bytes=1 << 18, dtype=None, max_num_seqs=2)
-
-        def check():
-            assert distributed.is_initialized() == {grouped}
-            if {grouped}:
-                distributed.all_reduce(torch.ones(1))
-                distributed.all_reduce(torch.ones(1), group=own)
-
-        try:
-            start(kv_cache_memory_bytes=100)
-        except ModelError as error:
-            assert "\\n" not in error.message, error.message
-            print(error)
-        else:
-            sys.exit("it has started")
-        check()
-        for _ in range(2):
-            engine = start()
-            engine.close()
-            engine.close()
-            check()
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"vLLM does not start with {folder}: ")
-    assert len(done.stdout.splitlines()) == 1, done.stdout  # and nothing of what vLLM logs
-
-
-def test_a_model_that_vllm_does_not_have_is_one_line(
-    engine: ColocateEngine, arguments: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match=rf"vLLM does not start with {tmp_path}: "):
-        ColocateEngine({**arguments, "model": str(tmp_path)}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)

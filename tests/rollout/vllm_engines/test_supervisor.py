@@ -231,14 +231,24 @@ def test_another_server_on_the_port_is_not_taken_for_ones_own(tmp_path: Path, po
 
 def test_two_servers_that_share_a_port_are_never_both_ready(tmp_path: Path, port: int) -> None:
     """The kernel leads each connection to either of them."""
-    with prepared(tmp_path, port) as first, prepared(tmp_path, port) as second:
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+
+    def all_listen() -> bool:
+        pids = [folder / "server" for folder in folders]
+        return all(path.exists() and psutil.Process(pid_in(path)).net_connections() for path in pids)
+
+    def wait_for_both() -> None:
+        first.wait_until_ready(30, silent)
+        second.wait_until_ready(30, silent)
+
+    with prepared(folders[0], port) as first, prepared(folders[1], port) as second:
         first.start()
         second.start()
-        assert soon(lambda: len(psutil.Process(os.getpid()).children()) == 2)
-        time.sleep(2)
+        assert soon(all_listen)
         with pytest.raises(TrainingError, match=f"another server answers on 127.0.0.1:{port}"):
-            for server in (first, second):
-                server.wait_until_ready(30, silent)
+            wait_for_both()
 
 
 def test_the_log_of_the_start_before_is_kept(tmp_path: Path, port: int) -> None:
