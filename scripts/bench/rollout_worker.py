@@ -74,9 +74,11 @@ def take_turn(stages: Stages, workload: Workload, number: int) -> dict[str, Any]
     assert len(completions) == len(workload.rows)
     assert {len(one.ids) for one in completions} == {length}, "a completion ended where nothing was to end it"
     assert {one.policy_version for one in completions} == {version}, "these are not from the newest weights"
+    metrics = results(stages.weight_sync.take_metrics())
+    assert not metrics.get("rollout/recoveries"), "the engine died and was started again meanwhile: the log says why"
     return {
         "parts": {name: dataclasses.asdict(cost) for name, cost in meter.parts.items()},
-        "sync_bytes": results(stages.weight_sync.take_metrics())["sync/bytes"],
+        "sync_bytes": metrics["sync/bytes"],
     }
 
 
