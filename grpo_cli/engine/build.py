@@ -168,7 +168,7 @@ def _build_weight_sync(
 ) -> WeightSync:
     """Make what gives the engine its weights; one that has a copy of them gets the names of a checkpoint, and a canary."""
     weights, autocast = inputs.processes.named_weights(policy), inputs.processes.autocast
-    if not rollouts.copies_weights:
+    if rollouts.weight_copies == 0:
         return WeightSync(rollouts, weights, canary=None, autocast=autocast)
     from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
 

@@ -14,7 +14,7 @@ from grpo_cli.engine.step import GradientPass
 from grpo_cli.errors import TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics
 from grpo_cli.rollout.engine import RolloutEngine
-from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, TrainingGroup
+from grpo_cli.types import Group, PolicyVersion, Prompt, PromptId, Sampling, TrainingGroup
 
 COMPLETIONS = 4
 TOKENS = 32
@@ -100,17 +100,27 @@ class Canary:
     def _check(self, version: PolicyVersion) -> Metrics:
         with own_randomness(self._seed):
             with self._gradients.processes.autocast():
-                (group,) = self._rollouts.generate(
-                    [self._prompt], self._sampling, num_generations=COMPLETIONS, seed_key=(self._seed, "canary")
+                groups = self._rollouts.generate(
+                    [
+                        replace(self._prompt, uid=PromptId(f"canary:{copy}"))
+                        for copy in range(self._rollouts.weight_copies)
+                    ],
+                    self._sampling,
+                    num_generations=COMPLETIONS,
+                    seed_key=(self._seed, "canary"),
                 )
-            (current,) = self._gradients.logps(self._policy, [_training_group(group)])
-        theirs = torch.cat([completion.logps for completion in group.completions])
-        differences = (theirs - torch.cat(current)).abs()
-        mean, largest = differences.mean().item(), differences.max().item()
-        if not mean <= self._tolerance:  # NaN, too, is no agreement
+            current = self._gradients.logps(self._policy, [_training_group(group) for group in groups])
+        by_copy = [
+            (torch.cat([completion.logps for completion in group.completions]) - torch.cat(ours)).abs()
+            for group, ours in zip(groups, current, strict=True)
+        ]
+        differences = torch.cat(by_copy)
+        # The worst of the copies: NaN, too, is no agreement.
+        mean, largest = torch.stack([copy.mean() for copy in by_copy]).max().item(), differences.max().item()
+        if not mean <= self._tolerance:
             raise TrainingError(
                 f"the rollout engine does not sample from the trained weights: with those of step {version} its log-probabilities "
-                f"of {differences.numel()} tokens differ from the trainer's by {mean:.3g} on average and "
+                f"of {by_copy[0].numel()} tokens differ from the trainer's by {mean:.3g} on average and "
                 f"{largest:.3g} at most; {self._tolerance:g} on average is allowed (vllm.canary_tolerance)",
                 hint="a large difference: the weights did not reach it, or under wrong names, or another vLLM version loads them "
                 "otherwise; restart the server and go on with --resume. A small one: engine and trainer round differently "

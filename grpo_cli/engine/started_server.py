@@ -21,10 +21,10 @@ class StartedServerEngine:
         say: Told what happens to it, line by line.
 
     Attributes:
-        copies_weights: True.
+        weight_copies: 1.
     """
 
-    copies_weights = True
+    weight_copies = 1
 
     def __init__(
         self, engine: RolloutEngine, server: ServerProcess, *, server_timeout: float, say: Callable[[str], None]

@@ -17,11 +17,12 @@ class RolloutEngine(Protocol):
     """Samples completions from the newest weights it was given.
 
     Attributes:
-        copies_weights: Whether it samples from a copy of the weights, which may be another than the trainer believes.
+        weight_copies: How many copies of the weights it samples from, each of which may be another than the trainer believes; 0: from
+            the trainer's own. As many prompts at once are sampled by one copy each.
     """
 
     @property
-    def copies_weights(self) -> bool:
+    def weight_copies(self) -> int:
         """See above."""
         ...
 

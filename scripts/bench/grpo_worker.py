@@ -79,7 +79,7 @@ class ForcedEngine:
         tokenizer: Decodes the tokens that are exchanged.
     """
 
-    copies_weights = False
+    weight_copies = 0
 
     def __init__(self, engine: RolloutEngine, workload: Workload, tokenizer: Any) -> None:
         self._engine = engine

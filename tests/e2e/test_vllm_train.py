@@ -242,7 +242,8 @@ def test_runs_attach_to_a_server_one_after_another(
 def test_a_run_whose_server_was_killed_for_good_goes_on_with_resume(model: Path, tmp_path: Path) -> None:
     """What cannot be started again, here because its port was taken meanwhile, ends the run, and nothing is lost."""
     port = free_port()
-    experiment = make(tmp_path, model, mode="server", start=True, server_port=port)
+    # What takes the port never answers, so that each look at the server takes as long as it may.
+    experiment = make(tmp_path, model, mode="server", start=True, server_port=port, connect_timeout=5)
     process = start(experiment, "train.max_steps=100000")
     wait_for_steps(experiment.output(), 2, process)
     (server,) = psutil.Process(process.pid).children()

@@ -32,7 +32,7 @@ class CopyingEngine:
         **options: Of the local engine.
     """
 
-    copies_weights = True
+    weight_copies = 1
 
     def __init__(self, model: Any, tokenizer: Any, *, lie: Lie = truth, drift: float = 0.0, **options: Any) -> None:
         self._model = deepcopy(model)

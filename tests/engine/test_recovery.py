@@ -33,7 +33,7 @@ def forget_the_rewards_module() -> Iterator[None]:
 
 
 class MortalEngine(CopyingEngine):
-    """Dies at some of its calls, and comes back with weights that are none.
+    """Dies at some of its calls, and has weights that are none from then on.
 
     Args:
         dies_at: Calls of `generate` and `sync` together, from 1, in which it dies.
@@ -59,11 +59,6 @@ class MortalEngine(CopyingEngine):
         self._live("sync")
         return report
 
-    def revive(self, lost: EngineLostError) -> None:
-        assert not self._alive
-        self._alive = True
-        self.lost.append(lost)
-
     def _live(self, what: str) -> None:
         assert self._alive, "it was asked before it was revived"
         self.told.append(what)
@@ -78,12 +73,28 @@ class MortalEngine(CopyingEngine):
         return None if self.forgets and self.lost else given
 
 
-def train(experiment: Experiment, output: str, *overrides: str, resume: str | None = None, **engine: Any) -> Any:
+class Phoenix(MortalEngine):
+    """Can be revived."""
+
+    def revive(self, lost: EngineLostError) -> None:
+        assert not self._alive
+        self._alive = True
+        self.lost.append(lost)
+
+
+def train(
+    experiment: Experiment,
+    output: str,
+    *overrides: str,
+    resume: str | None = None,
+    kind: type[MortalEngine] = Phoenix,
+    **engine: Any,
+) -> Any:
     """Train with a mortal engine, and give it."""
     engines = []
 
     def mortal(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> MortalEngine:
-        engines.append(MortalEngine(policy.model, inputs.tokenizer, **engine))
+        engines.append(kind(policy.model, inputs.tokenizer, **engine))
         return engines[-1]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -166,10 +177,10 @@ def test_one_that_comes_back_with_other_weights_is_found_out(experiment: Experim
 
 
 def test_waiting_for_it_can_be_interrupted(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(engine: MortalEngine, lost: EngineLostError) -> None:
+    def interrupted(engine: Phoenix, lost: EngineLostError) -> None:
         raise Interrupted(15)
 
-    monkeypatch.setattr(MortalEngine, "revive", interrupted)
+    monkeypatch.setattr(Phoenix, "revive", interrupted)
     with pytest.raises(Interrupted):
         train(experiment, "run", dies_at=[8])
     monkeypatch.undo()
@@ -178,9 +189,6 @@ def test_waiting_for_it_can_be_interrupted(experiment: Experiment, monkeypatch: 
     assert_nothing_was_lost(experiment, "run", "whole")
 
 
-def test_an_engine_that_cannot_be_revived_ends_the_run_by_its_own_words(
-    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(MortalEngine, "revive")
+def test_an_engine_that_cannot_be_revived_ends_the_run_by_its_own_words(experiment: Experiment) -> None:
     with pytest.raises(EngineLostError, match="it died in call 6"):
-        train(experiment, "run", dies_at=[6])
+        train(experiment, "run", dies_at=[6], kind=MortalEngine)

@@ -45,11 +45,11 @@ class LocalEngine:
         share_prefix: Whether a prompt may be held once for its group; otherwise the model's own cache is used.
 
     Attributes:
-        copies_weights: False: it samples from the trainer's own.
+        weight_copies: 0: it samples from the trainer's own.
         notices: What `on_notice` was told.
     """
 
-    copies_weights = False
+    weight_copies = 0
 
     def __init__(
         self,

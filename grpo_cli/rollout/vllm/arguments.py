@@ -245,8 +245,14 @@ def _on_cpu(section: VllmSection) -> dict[str, Any]:
 
     workers = section.tensor_parallel_size * section.data_parallel_size
     share = int(section.gpu_memory_utilization * (free_memory(torch.device("cpu")) or 0) / 2)
-    # Half of it is left for weights and activations. Compiling takes longer than it saves.
-    return {"kv_cache_memory_bytes": min(share, _MAX_CACHE_BYTES_ON_CPU) // workers, "enforce_eager": True}
+    return {
+        # Half of the share is left for weights and activations.
+        "kv_cache_memory_bytes": min(share, _MAX_CACHE_BYTES_ON_CPU) // workers,
+        # Compiling takes longer than it saves.
+        "enforce_eager": True,
+        # A prompt of a seeded request that is fed in parts kills the engine: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+    }
 
 
 def _check_further_arguments(further: Mapping[str, Any], where: str) -> None:

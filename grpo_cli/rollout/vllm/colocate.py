@@ -40,14 +40,14 @@ class ColocateEngine:
         on_progress: Called after every prompt with the number of tokens of its completions.
 
     Attributes:
-        copies_weights: True.
+        weight_copies: 1.
 
     Raises:
         TrainingError: If vLLM is not installed, or cannot do what `arguments` say in one process.
         ModelError: If the engine does not start with this model.
     """
 
-    copies_weights = True
+    weight_copies = 1
 
     def __init__(
         self,

@@ -51,10 +51,8 @@ class ServerEngine:
         on_notice: Told, in a line, of every server that is left out or comes back.
 
     Attributes:
-        copies_weights: True.
+        weight_copies: Servers.
     """
-
-    copies_weights = True
 
     def __init__(
         self,
@@ -85,6 +83,11 @@ class ServerEngine:
         self._held.callback(self._run, self._close_clients)
         self._receiver = ServerReceiver(self._servers, transport, run=self._run, on_notice=self._on_notice)
         self._held.callback(self._receiver.close)
+
+    @property
+    def weight_copies(self) -> int:
+        """One of each server; requests go to all of them in turn, as long as each has answered one."""
+        return len(self._servers)
 
     def wait_until_ready(self, timeout: float, on_wait: Callable[[str], None] | None = None) -> None:
         """Wait for all servers.
@@ -171,6 +174,9 @@ class ServerEngine:
         for server in self._servers:
             server.serving = None
         before = self._run(states, self._servers)
+        failures = [one.message for one in before if isinstance(one, ServerError)]
+        if len(failures) == len(before):
+            raise ServerError("; ".join(failures))
         try:
             report = transfer(
                 self._receiver, named_weights, version, bucket_bytes=self._bucket_bytes, dtype=self._dtype
@@ -204,17 +210,15 @@ class ServerEngine:
         await together(server.client.aclose() for server in self._servers)
 
     def _lost_since(self, before: Sequence[ServerStatus | ServerError]) -> str | None:
-        """Say which server went away or was restarted since `before`, or why there is none at all; None: all are as they were."""
-        after = self._run(states, self._servers)
-        for server, then, now in zip(self._servers, before, after, strict=True):
+        """Say which server went away or was restarted since `before`; None: all are as they were."""
+        for server, then, now in zip(self._servers, before, self._run(states, self._servers), strict=True):
             if isinstance(then, ServerError):
                 continue
             if isinstance(now, ServerError):
                 return now.message
             if now.instance != then.instance:
                 return f"{server.client}: it was restarted"
-        reasons = [now.message for now in after if isinstance(now, ServerError)]
-        return "; ".join(reasons) if len(reasons) == len(after) else None
+        return None
 
     def _check_fit(self, found: Sequence[ServerStatus | ServerError]) -> None:
         """Compare what the run needs with what the servers are."""

@@ -68,6 +68,7 @@ def test_on_a_cpu_the_cache_is_bounded_in_bytes_shared_by_the_workers_and_free_t
     one = arguments(on_cpu=True)
     assert 0 < one["kv_cache_memory_bytes"] <= 1 << 30
     assert one["enforce_eager"]
+    assert one["enable_chunked_prefill"] is False, "seeded prompts in parts kill vLLM's engine on CPUs"
     four = arguments(VllmSection(tensor_parallel_size=2, data_parallel_size=2), on_cpu=True)
     assert four["kv_cache_memory_bytes"] <= (1 << 30) // 4
     free = arguments(VllmSection(engine={"kv_cache_memory_bytes": 5, "enforce_eager": False}), on_cpu=True)
