@@ -2,4 +2,6 @@
 
 `compare` starts one process for each and lets them take turns; `grpo_worker` and `trl_worker` are those processes; `workload` is what
 both train on, `arithmetic` what it needs at least, `measure` how time and memory are taken, `report` the tables.
+
+`scripts/bench/rollout` compares the rollout engines: `rollout_compare`, `rollout_worker` and `rollout_report`.
 """

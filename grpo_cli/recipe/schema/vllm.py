@@ -29,7 +29,7 @@ class VllmSection:
     server_timeout: float = option(600.0, above=0, help="server: seconds to wait for it to be ready at the start.")
     connect_timeout: float = option(10.0, above=0, help="server: seconds to wait for a connection.")
     request_timeout: float = option(
-        1800.0, above=0, help="server: seconds to wait for the completions of a prompt, or for weights to be taken."
+        1800.0, above=0, help="server: seconds to wait for all completions of a prompt, or for a call about weights."
     )
     group_host: str | None = option(
         None,
@@ -41,7 +41,8 @@ class VllmSection:
     weight_transport: Literal["auto", "process_group", "shared_memory", "cuda_ipc"] = option(
         "auto",
         help="server: how weights travel. `process_group`: NCCL, or gloo on CPUs; `shared_memory`: CPUs of one machine; `cuda_ipc`: a "
-        "server on the very GPUs that train. `auto`: shared memory between CPUs of one machine, else the process group.",
+        "server on the very GPUs that train. `auto`: shared memory between CPUs of one machine; `cuda_ipc` for a server that the run "
+        "started on its GPU; else the process group.",
     )
     weight_bucket_mib: int = option(256, minimum=1, help="MiB of weights that travel, and are held twice, at once.")
     canary_steps: int = option(
