@@ -58,7 +58,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        model = _model_folder(arguments.model, folder, layers=QUICK_LAYERS if arguments.quick else None)
+        model = model_folder(arguments.model, folder, layers=QUICK_LAYERS if arguments.quick else None)
         size = ModelSize.of(model)
         workloads = _workloads(model, arguments)
         workers = _start(model, workloads, arguments, folder, stack)
@@ -110,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _model_folder(name: str, folder: Path, *, layers: int | None) -> str:
+def model_folder(name: str, folder: Path, *, layers: int | None) -> str:
     """Give both sides one plain folder; with `layers` a copy that has only that many."""
     location = prepared_location(name, Path.cwd()).name_or_path
     if layers is None:
@@ -205,14 +205,14 @@ def _conditions(arguments: argparse.Namespace, workers: Workers) -> dict[str, An
         **{name: importlib.metadata.version(name) for name in packages},
         **({"trl": workers["trl"][0].ask("version")} if "trl" in workers else {}),
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": arguments.threads,
         "model": arguments.model,
         "beta": BETA,
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """Name the processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -152,7 +152,7 @@ class Run:
     def step(self, workload: Workload) -> dict[str, Any]:
         """Do one optimizer step and tell what it took."""
         recipe = self.recipe
-        _write_prompts(self.folder, workload)
+        write_prompts(self.folder, workload)
         prompts = load_prompts(recipe.dataset, self.stages.tokenizer, folder=self.folder, seed=recipe.train.seed)
         engine = ForcedEngine(self.stages.weight_sync.rollouts, workload, self.stages.tokenizer)
         weight_sync = WeightSync(engine, (), canary=None, autocast=self.stages.processes.autocast)
@@ -194,10 +194,10 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
             "learning_rate": 0.0,
         },
     }
-    _write_prompts(folder, workload)
+    write_prompts(folder, workload)
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
     loaded = load_recipe(folder / "recipe.yaml")
-    inputs = _inputs(loaded)
+    inputs = load_inputs(loaded)
     recorder = Recorder(
         output_dir=inputs.output_dir,
         settings=inputs.recipe.logging,
@@ -211,7 +211,7 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
     return Run(recipe=loaded.recipe, folder=folder, stages=stages, settings=settings)
 
 
-def _inputs(loaded: LoadedRecipe) -> Inputs:
+def load_inputs(loaded: LoadedRecipe) -> Inputs:
     """Load everything but the model."""
     recipe, folder = loaded.recipe, loaded.folder
     processes = Processes(bf16=recipe.train.bf16)
@@ -233,7 +233,7 @@ def _inputs(loaded: LoadedRecipe) -> Inputs:
     )
 
 
-def _write_prompts(folder: Path, workload: Workload) -> None:
+def write_prompts(folder: Path, workload: Workload) -> None:
     """Make a workload's prompts the run's dataset."""
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in workload.prompts)
     (folder / PROMPTS_FILE).write_text(rows, encoding="utf-8")

@@ -27,7 +27,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from bench.compare import MODEL, QUICK_LAYERS, _model_folder, _processor
+from bench.compare import MODEL, QUICK_LAYERS, model_folder, processor
 from bench.rollout_report import BASELINE, ShapeTurns, rollout_table
 from bench.worker import Worker
 from bench.workload import Workload, make_workload
@@ -53,7 +53,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        model = _model_folder(arguments.model, folder, layers=QUICK_LAYERS if arguments.quick else None)
+        model = model_folder(arguments.model, folder, layers=QUICK_LAYERS if arguments.quick else None)
         length = QUICK_COMPLETION_LENGTH if arguments.quick else COMPLETION_LENGTH
         workloads = {shape: _workload(model, shape, length) for shape in arguments.shapes}
         workers = _start(model, workloads[max(workloads)], arguments.threads, folder, console, stack)
@@ -162,7 +162,7 @@ def _conditions(arguments: argparse.Namespace) -> dict[str, Any]:
         **{name: importlib.metadata.version(name) for name in packages},
         "vllm": vllm_version(),
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor(),
         "OMP_NUM_THREADS": arguments.threads,
         "OMP_WAIT_POLICY": WAIT_POLICY,
         "model": arguments.model,

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from bench.grpo_worker import _inputs, _write_prompts
+from bench.grpo_worker import load_inputs, write_prompts
 from bench.measure import Cost
 from bench.worker import serve
 from bench.workload import Workload
@@ -101,9 +101,9 @@ def open_stages(model: str, workload: Workload, vllm: Mapping[str, Any], stack: 
         "vllm": vllm,
         "train": {"output_dir": str(folder / "run"), "prompts_per_step": len(workload.prompts), "max_steps": 1},
     }
-    _write_prompts(folder, workload)
+    write_prompts(folder, workload)
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
-    inputs = _inputs(load_recipe(folder / "recipe.yaml"))
+    inputs = load_inputs(load_recipe(folder / "recipe.yaml"))
     recorder = Recorder(
         output_dir=inputs.output_dir,
         settings=inputs.recipe.logging,
