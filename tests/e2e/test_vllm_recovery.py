@@ -119,8 +119,8 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
         wait_for_steps(given_up.output(), 2, process)
         server.kill()
         began = time.monotonic()
-        output, errors = process.communicate(timeout=60)
-        assert time.monotonic() - began < 30
+        output, errors = process.communicate(timeout=120)
+        assert time.monotonic() - began < 90
     assert process.returncode == 4, errors
     assert "connection refused; waited 3 s (vllm.server_timeout)" in errors
     assert "Traceback" not in errors

@@ -252,8 +252,8 @@ def test_a_run_whose_server_was_killed_for_good_goes_on_with_resume(model: Path,
         os.killpg(server.pid, signal.SIGKILL)
         bind_soon(squatter, port)
         began = time.monotonic()
-        output, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 30
+        output, errors = process.communicate(timeout=120)
+    assert time.monotonic() - began < 90
     assert process.returncode == 4, errors
     assert "vLLM ended by signal SIGKILL; it is started again" in output
     assert f"cannot listen on 127.0.0.1:{port}: address already in use" in errors

@@ -142,7 +142,7 @@ def test_a_refused_bucket_fails_at_once_and_a_new_connection_works(name: Transpo
     begun = time.monotonic()
     with pytest.raises(TrainingError, match="slots"):
         send_all(transport, lambda values: servers.update({**values, "slots": []}))
-    assert time.monotonic() - begun < 10  # far below the time-out: the broadcast that nobody joins is left alone
+    assert time.monotonic() - begun < 30  # far below the time-out: the broadcast that nobody joins is left alone
     for pipe in servers.pipes:  # the refusal of the server that nobody listened to any more
         while pipe.poll(0.2):
             pipe.recv()
@@ -165,7 +165,7 @@ def test_a_server_that_is_killed_is_noticed_and_the_next_one_attaches(name: Tran
         begun = time.monotonic()
         with pytest.raises((TrainingError, BrokenPipeError)):
             send_all(transport, kill)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
     with contextlib.closing(Servers(1)) as servers:
         servers.connect(transport)
         sent = send_all(transport, servers.update)
@@ -278,7 +278,7 @@ def test_a_server_does_not_wait_for_a_trainer_that_was_killed() -> None:
     begun = time.monotonic()
     with pytest.raises(RuntimeError):
         source.receive({"slots": [{"name": "a", "dtype": "int8", "shape": [16]}], "num_bytes": 16})
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
     trainer.join()
 
 

@@ -185,7 +185,7 @@ def test_a_model_that_is_not_there_is_an_error_at_once(refused: Any, model: str)
     outcome = refused("--model", model, "--port", str(free_port()))
     assert outcome.code == 2
     assert model in outcome.err
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 @needs_vllm

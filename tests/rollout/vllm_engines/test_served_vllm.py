@@ -207,7 +207,7 @@ class TestServed:
             answers = [each.result() for each in sampling]
         assert [answer.status_code for answer in answers] == [200] * 16
         assert len(waits) > 3
-        assert max(waits) < 2
+        assert max(waits) < 10
         assert status == status | {
             "policy_version": None, "checksum": None, "paused": False, "world_size": 1, "device": "cpu", "max_model_len": 512,
             "dtype": "float32", "max_num_generations": 16, "grpo": __version__,

