@@ -1,6 +1,8 @@
 """Fixtures shared by all tests."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ from tiny_models import build_tiny_model
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with its tokenizer, as a plain model folder. Read only."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(autouse=True)
+def forget_the_rewards_module() -> Iterator[None]:
+    """Each experiment brings a `my_rewards.py` of its own; in one process, the next must not find the last one's."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    sys.modules.pop("my_rewards", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

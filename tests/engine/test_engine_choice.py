@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from grpo_cli.engine.vllm_rollouts import _transport
 from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.load import load_recipe
 from grpo_cli.rollout.sync.transports import CudaIpcTransport, ProcessGroupTransport, SharedMemoryTransport
-
-
-@pytest.fixture(autouse=True)
-def forget_the_rewards_module() -> Iterator[None]:
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    sys.modules.pop("my_rewards", None)
 
 
 @pytest.fixture

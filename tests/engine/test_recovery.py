@@ -1,7 +1,6 @@
 """A rollout engine that is lost in the middle of a run costs time, and nothing else: not a sample, a reward or a random number."""
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 CHANGED = ("sync/", "canary/", "rollout/recoveries")
 """Metrics that a recovery shows in."""
-
-
-@pytest.fixture(autouse=True)
-def forget_the_rewards_module() -> Iterator[None]:
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    sys.modules.pop("my_rewards", None)
 
 
 class MortalEngine(CopyingEngine):

@@ -1,8 +1,6 @@
 """Weights reach an engine that copies them when it samples, and no engine can serve others for long."""
 
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,6 @@ from grpo_cli.types import PolicyVersion
 
 NEW = ("sync/", "canary/")
 """Metrics that only an engine with a copy has."""
-
-
-@pytest.fixture(autouse=True)
-def forget_the_rewards_module() -> Iterator[None]:
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    sys.modules.pop("my_rewards", None)
 
 
 def train(

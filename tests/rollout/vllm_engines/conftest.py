@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from colocated import LONGEST
 from protocol_server import ProtocolServer
 from server_engines import Build, Serve
+from tiny_models import build_tiny_model
 
 from grpo_cli.rollout.sync.transports import SharedMemoryTransport, WeightTransport
 from grpo_cli.rollout.vllm.client import VllmClient
@@ -55,3 +58,23 @@ def build(held: ExitStack, tokenizer: Any) -> Build:
         return engine
 
     return build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with heads of a size that vLLM has kernels for."""
+    return build_tiny_model(tmp_path_factory.mktemp("colocate"), hidden_size=128, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def arguments(folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": LONGEST,
+        "seed": 0,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+    }

@@ -22,32 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     needs_vllm,
 ]
-END = 257
-"""Id of the end-of-sequence token, which is in every stop set: vLLM bans it before `min_tokens` in any case."""
-KEY = (1, "train", 0)
-G = 4
-LONGEST = 200
-SEQUENCES = 16
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with heads of a size that vLLM has kernels for."""
-    return build_tiny_model(tmp_path_factory.mktemp("colocate"), hidden_size=128, initializer_range=0.1)
-
-
-@pytest.fixture(scope="module")
-def arguments(folder: Path) -> dict[str, Any]:
-    return {
-        "model": str(folder),
-        "dtype": "float32",
-        "max_model_len": LONGEST,
-        "seed": 0,
-        "kv_cache_memory_bytes": 1 << 30,
-        "enforce_eager": True,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-    }
 
 
 def test_the_cache_of_a_model_without_attention_heads_is_left_as_it_is(tmp_path: Path) -> None:
