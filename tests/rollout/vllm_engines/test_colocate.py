@@ -16,7 +16,7 @@ from colocated import END, KEY, LONGEST, SEQUENCES, G
 from optional_packages import needs_vllm
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.errors import Interrupted, TrainingError
+from grpo_cli.errors import Interrupted, ModelError, TrainingError
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.rollout.local.stops import StopCheck
 from grpo_cli.rollout.vllm.colocate import ColocateEngine
@@ -310,3 +310,10 @@ def test_the_cache_is_no_larger_than_the_completions_can_fill(engine: ColocateEn
     block = 128 * 2 * 2 * 2 * 32 * 4
     taken = engine._llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
     assert taken == (1 + SEQUENCES * 2) * block < 1 << 30
+
+
+def test_a_model_that_vllm_does_not_have_is_one_line(
+    engine: ColocateEngine, arguments: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=rf"vLLM does not start with {tmp_path}: "):
+        ColocateEngine({**arguments, "model": str(tmp_path)}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)

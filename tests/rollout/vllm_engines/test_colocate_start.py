@@ -115,10 +115,3 @@ def test_process_groups_are_those_of_training_after_a_start_that_failed_and_afte
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"vLLM does not start with {folder}: ")
     assert len(done.stdout.splitlines()) == 1, done.stdout  # and nothing of what vLLM logs
-
-
-def test_a_model_that_vllm_does_not_have_is_one_line(
-    engine: ColocateEngine, arguments: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match=rf"vLLM does not start with {tmp_path}: "):
-        ColocateEngine({**arguments, "model": str(tmp_path)}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
