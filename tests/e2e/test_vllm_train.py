@@ -5,7 +5,6 @@ and nothing that is left behind.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -105,21 +104,6 @@ def wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str], sec
             return
         time.sleep(0.05)
     raise AssertionError(f"the run did not come so far: {process.communicate(timeout=10)}")
-
-
-def bind_soon(listener: socket.socket, port: int, seconds: float = 5) -> None:
-    """Take a port as soon as it is free."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-        else:
-            listener.listen()
-            return
 
 
 def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
@@ -237,35 +221,3 @@ def test_runs_attach_to_a_server_one_after_another(
     mine, other = weights(experiment.output()), weights(colocated[0].output())
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, other[name], atol=1e-3, rtol=0, msg=f"{name}: the same run in another mode")
-
-
-def test_a_run_whose_server_was_killed_for_good_goes_on_with_resume(model: Path, tmp_path: Path) -> None:
-    """What cannot be started again, here because its port was taken meanwhile, ends the run, and nothing is lost."""
-    port = free_port()
-    # What takes the port never answers, so that each look at the server takes as long as it may.
-    experiment = make(tmp_path, model, mode="server", start=True, server_port=port, connect_timeout=5)
-    process = start(experiment, "train.max_steps=100000")
-    wait_for_steps(experiment.output(), 2, process)
-    (server,) = psutil.Process(process.pid).children()
-    with socket.socket() as squatter:
-        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        os.killpg(server.pid, signal.SIGKILL)
-        bind_soon(squatter, port)
-        began = time.monotonic()
-        output, errors = process.communicate(timeout=120)
-    assert time.monotonic() - began < 90
-    assert process.returncode == 4, errors
-    assert "vLLM ended by signal SIGKILL; it is started again" in output
-    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in errors
-    assert "Traceback" not in errors
-    done = records(experiment.output())[-1]["step"]
-    assert f"stopped at step {done} of 100000" in output
-    assert (experiment.output() / "checkpoints" / f"step-{done:06d}").is_dir()
-    assert_nothing_is_left(experiment)
-
-    outcome = train(experiment, f"train.max_steps={done + 2}", "--resume")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "started by this run" in outcome.stdout
-    assert_vllm_sampled(experiment, steps=done + 2)
-    assert (experiment.output() / "vllm-server.log").stat().st_size > 0
-    assert_nothing_is_left(experiment)
