@@ -123,11 +123,6 @@ def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
     assert all(0 < check < 1e-4 for check in checks)
 
 
-def assert_nothing_is_left(experiment: Experiment) -> None:
-    """No process of a run of this experiment lives on."""
-    assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
-
-
 def _belongs_to(process: psutil.Process, experiment: Experiment) -> bool:
     try:
         return bool(process.environ().get(MARK) == str(experiment.folder))
