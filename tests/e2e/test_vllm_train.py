@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
@@ -120,6 +121,18 @@ def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
     checks = [record["canary/logp_difference/mean"] for record in told if "canary/logp_difference/mean" in record]
     assert len(checks) >= steps // 2
     assert all(0 < check < 1e-4 for check in checks)
+
+
+def assert_nothing_is_left(experiment: Experiment) -> None:
+    """No process of a run of this experiment lives on."""
+    assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
+
+
+def _belongs_to(process: psutil.Process, experiment: Experiment) -> bool:
+    try:
+        return bool(process.environ().get(MARK) == str(experiment.folder))
+    except psutil.Error:
+        return False
 
 
 def start(experiment: Experiment, *arguments: str) -> subprocess.Popen[str]:
