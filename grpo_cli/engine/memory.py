@@ -11,7 +11,7 @@ from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
-from grpo_cli.rollout.cached_values import cached_values_per_token
+from grpo_cli.rollout.cached_values import cached_values_per_token, positive_integer
 
 ACTIVATION_FACTOR = 37
 """Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
@@ -157,7 +157,7 @@ def _head(policy: PolicyModel, tokens: int) -> int | None:
     That is a chunk of logits, or all of them, and the gradients of both weight matrices before they are added to those that are there.
     """
     config = policy.model.config.get_text_config()
-    vocabulary, hidden = _number(config, "vocab_size"), _number(config, "hidden_size")
+    vocabulary, hidden = positive_integer(config, "vocab_size"), positive_integer(config, "hidden_size")
     if vocabulary is None or hidden is None:
         return None
     logits = tokens * vocabulary
@@ -170,16 +170,10 @@ def _head(policy: PolicyModel, tokens: int) -> int | None:
 def _values_per_token(model: Any, checkpointing: Checkpointing) -> int | None:
     """Values that the backward of a transformer keeps per token."""
     config = model.config.get_text_config()
-    layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
+    layers, hidden = positive_integer(config, "num_hidden_layers"), positive_integer(config, "hidden_size")
     if layers is None or hidden is None:
         return None
     if checkpointing is True:  # the input of each layer, and all of the layer that is computed again
         return hidden * (layers + ACTIVATION_FACTOR)
     selective = checkpointing == "selective" and getattr(model, "supports_gradient_checkpointing", False)
     return hidden * layers * (SELECTIVE_FACTOR if selective else ACTIVATION_FACTOR)
-
-
-def _number(config: Any, name: str) -> int | None:
-    """Read a positive integer of a configuration; some families give a list, one number a layer."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None

@@ -35,6 +35,27 @@ def _show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else show(value)
 
 
+def idle(
+    section: Any, names: Iterable[str], *, prefix: str, beside: str, reason: str, needed: str
+) -> Iterator[Finding]:
+    """Find the settings of a section that are not at their default although nothing reads them.
+
+    Args:
+        section: Has the settings.
+        names: Of those that nothing reads.
+        prefix: Key of the section.
+        beside: Key of the setting that leaves them without effect.
+        reason: Why nothing reads them.
+        needed: Setting with which something does.
+    """
+    for name, value, hint in changed(section, names):
+        yield Finding(
+            keys=(f"{prefix}.{name}", beside),
+            message=f"found {value}, but {reason}; allowed with {needed}",
+            hint=hint,
+        )
+
+
 def loss_reads_its_constants(recipe: Recipe) -> Iterable[Finding]:
     """Every objective has constants of its own."""
     loss = recipe.grpo.loss_type
@@ -64,12 +85,14 @@ def moving_reference_is_on(recipe: Recipe) -> Iterable[Finding]:
     """How the reference moves is said only where it does."""
     if recipe.grpo.sync_ref_model:
         return
-    for name, value, hint in changed(recipe.grpo, ("ref_model_mixup_alpha", "ref_model_sync_steps")):
-        yield Finding(
-            keys=(f"grpo.{name}", "grpo.sync_ref_model"),
-            message=f"found {value}, but the reference does not move; allowed with `grpo.sync_ref_model: true`",
-            hint=hint,
-        )
+    yield from idle(
+        recipe.grpo,
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        prefix="grpo",
+        beside="grpo.sync_ref_model",
+        reason="the reference does not move",
+        needed="`grpo.sync_ref_model: true`",
+    )
 
 
 def policy_can_drift(recipe: Recipe) -> Iterable[Finding]:
@@ -89,25 +112,28 @@ def evaluation_has_rows(recipe: Recipe) -> Iterable[Finding]:
     """How to evaluate is said only where something is evaluated."""
     if recipe.eval.dataset is not None:
         return
-    for name, value, hint in changed(recipe.eval, _SETTINGS_OF_EVALUATION):
-        yield Finding(
-            keys=(f"eval.{name}", "eval.dataset"),
-            message=f"found {value}, but nothing is evaluated; allowed with `eval.dataset`",
-            hint=hint,
-        )
+    yield from idle(
+        recipe.eval,
+        _SETTINGS_OF_EVALUATION,
+        prefix="eval",
+        beside="eval.dataset",
+        reason="nothing is evaluated",
+        needed="`eval.dataset`",
+    )
 
 
 def evaluation_filters_have_a_choice(recipe: Recipe) -> Iterable[Finding]:
     """Without randomness the likeliest token is taken, and no filter removes that one."""
     if recipe.eval.dataset is None or recipe.eval.temperature > 0:
         return
-    for name, value, hint in changed(recipe.eval, _SAMPLING_FILTERS):
-        yield Finding(
-            keys=(f"eval.{name}", "eval.temperature"),
-            message=f"found {value}, but temperature 0 takes the likeliest token anyway; allowed with `eval.temperature` "
-            "above 0",
-            hint=hint,
-        )
+    yield from idle(
+        recipe.eval,
+        _SAMPLING_FILTERS,
+        prefix="eval",
+        beside="eval.temperature",
+        reason="temperature 0 takes the likeliest token anyway",
+        needed="`eval.temperature` above 0",
+    )
 
 
 IDLE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_cli.recipe.addresses import is_base_url, is_host, is_loopback, split_url
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.idle_settings import changed
+from grpo_cli.recipe.idle_settings import changed, idle
 from grpo_cli.recipe.kinds import fields_of, show
 from grpo_cli.recipe.objective_rules import corrects_rollouts
 from grpo_cli.recipe.schema import EvalSection, GenerationSection, Recipe, VllmSection
@@ -62,20 +62,14 @@ FIXED_ENGINE_ARGUMENTS: Mapping[str, str] = {
     "weight_transfer_config": "new weights arrive through it",
 }
 """Arguments of vLLM's engine that training has to set, and why."""
-_TEMPERATURES = (0.01, 2.0)
-"""What vLLM samples with: it raises less than that without an error, and refuses more."""
+TEMPERATURES = (0.01, 2.0)
+"""What vLLM samples with besides 0: it raises less than that without an error, and refuses more."""
 
 
 def mode_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
     """The built-in engine reads no setting of vLLM's, and each mode has some of its own."""
-    section = recipe.vllm
-    unread, reason, needed = _UNREAD[section.mode]
-    for name, value, hint in changed(section, unread):
-        yield Finding(
-            keys=(f"vllm.{name}", "vllm.mode"),
-            message=f"found {value}, but {reason}; allowed with {needed}",
-            hint=hint,
-        )
+    unread, reason, needed = _UNREAD[recipe.vllm.mode]
+    yield from idle(recipe.vllm, unread, prefix="vllm", beside="vllm.mode", reason=reason, needed=needed)
 
 
 def correction_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
@@ -83,12 +77,14 @@ def correction_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
     section = recipe.vllm
     if section.mode is None or section.importance_sampling_correction:
         return
-    for name, value, hint in changed(section, _CORRECTION_SETTINGS):
-        yield Finding(
-            keys=(f"vllm.{name}", "vllm.importance_sampling_correction"),
-            message=f"found {value}, but nothing is corrected; allowed with `vllm.importance_sampling_correction: true`",
-            hint=hint,
-        )
+    yield from idle(
+        section,
+        _CORRECTION_SETTINGS,
+        prefix="vllm",
+        beside="vllm.importance_sampling_correction",
+        reason="nothing is corrected",
+        needed="`vllm.importance_sampling_correction: true`",
+    )
 
 
 def correction_lets_equal_probabilities_through(recipe: Recipe) -> Iterable[Finding]:
@@ -311,7 +307,7 @@ def sampling_is_vllms(recipe: Recipe) -> Iterable[Finding]:
     sections: list[tuple[str, GenerationSection | EvalSection]] = [("generation", recipe.generation)]
     if recipe.eval.dataset is not None and recipe.eval.temperature > 0:
         sections.append(("eval", recipe.eval))
-    least, most = _TEMPERATURES
+    least, most = TEMPERATURES
     for key, section in sections:
         if not least <= section.temperature <= most:
             yield Finding(

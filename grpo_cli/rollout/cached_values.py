@@ -12,18 +12,18 @@ def cached_values_per_token(config: Any) -> int | None:
     Returns:
         None for a model without attention heads, which keeps a state of its own kind, and if the configuration does not say.
     """
-    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
-    hidden, head_size = _number(config, "hidden_size"), _number(config, "head_dim")
+    layers, heads = positive_integer(config, "num_hidden_layers"), positive_integer(config, "num_attention_heads")
+    hidden, head_size = positive_integer(config, "hidden_size"), positive_integer(config, "head_dim")
     if layers is None or heads is None:
         return None
     if head_size is None:
         if hidden is None:
             return None
         head_size = hidden // heads
-    return 2 * layers * (_number(config, "num_key_value_heads") or heads) * head_size
+    return 2 * layers * (positive_integer(config, "num_key_value_heads") or heads) * head_size
 
 
-def _number(config: Any, name: str) -> int | None:
+def positive_integer(config: Any, name: str) -> int | None:
     """Read a positive integer of a configuration; some families give a list, one number a layer."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None

@@ -7,7 +7,7 @@ at given lengths, and once they are sampled (that work is done and measured), th
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +198,14 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
     loaded = load_recipe(folder / "recipe.yaml")
     inputs = load_inputs(loaded)
-    recorder = Recorder(
+    stages = build_stages(inputs, load_policy(inputs), open_recorder(inputs, recipe), ExitStack())
+    settings = loop_settings(loaded.recipe, output_dir=inputs.output_dir, length=inputs.length)
+    return Run(recipe=loaded.recipe, folder=folder, stages=stages, settings=settings)
+
+
+def open_recorder(inputs: Inputs, recipe: Mapping[str, Any]) -> Recorder:
+    """Make what a run is told to."""
+    return Recorder(
         output_dir=inputs.output_dir,
         settings=inputs.recipe.logging,
         view=open_view(open_console(), inputs.length.total_steps),
@@ -206,9 +213,6 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
         run_name=inputs.recipe.run_name,
         recipe=recipe,
     )
-    stages = build_stages(inputs, load_policy(inputs), recorder, ExitStack())
-    settings = loop_settings(loaded.recipe, output_dir=inputs.output_dir, length=inputs.length)
-    return Run(recipe=loaded.recipe, folder=folder, stages=stages, settings=settings)
 
 
 def load_inputs(loaded: LoadedRecipe) -> Inputs:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from bench.grpo_worker import load_inputs, write_prompts
+from bench.grpo_worker import load_inputs, open_recorder, write_prompts
 from bench.measure import Cost
 from bench.worker import serve
 from bench.workload import Workload
@@ -24,8 +24,6 @@ from grpo_cli.engine.build import build_stages, load_policy
 from grpo_cli.engine.stages import Stages
 from grpo_cli.metrics import results
 from grpo_cli.recipe.load import load_recipe
-from grpo_cli.telemetry.console import open_console, open_view
-from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import PolicyVersion, Prompt, PromptId
 
 
@@ -104,15 +102,7 @@ def open_stages(model: str, workload: Workload, vllm: Mapping[str, Any], stack: 
     write_prompts(folder, workload)
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
     inputs = load_inputs(load_recipe(folder / "recipe.yaml"))
-    recorder = Recorder(
-        output_dir=inputs.output_dir,
-        settings=inputs.recipe.logging,
-        view=open_view(open_console(), inputs.length.total_steps),
-        reward_names=inputs.scorer.names,
-        run_name=inputs.recipe.run_name,
-        recipe=recipe,
-    )
-    return build_stages(inputs, load_policy(inputs), recorder, stack)
+    return build_stages(inputs, load_policy(inputs), open_recorder(inputs, recipe), stack)
 
 
 def vllm_section(engine: str) -> dict[str, Any]:

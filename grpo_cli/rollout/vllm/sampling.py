@@ -11,11 +11,9 @@ A stop string counts from the token after `min_tokens` on, in the local engine f
 from typing import Any
 
 from grpo_cli.errors import TrainingError
+from grpo_cli.recipe.vllm_rules import TEMPERATURES
 from grpo_cli.rollout.sampling import sample_seed
 from grpo_cli.types import Sampling
-
-TEMPERATURES = (0.01, 2.0)
-"""What vLLM samples with, besides 0: it raises less than that without an error, and refuses more."""
 
 
 def sampling_fields(sampling: Sampling, *, n: int, seed: int) -> dict[str, Any]:
