@@ -67,21 +67,17 @@ class Call:
             RewardError: If it raised, or returned a container of the wrong type or length.
         """
         try:
-            returned = _waited_for(self._result)
+            returned = self._result.result()
         except (Exception, SystemExit) as error:
             raise raised(self._reward.name, error) from error
         return Outcome(rewards=checked_rewards(self._reward.name, returned, self._groups), journal=self._journal)
-
-    def cancel(self) -> None:
-        """Give up on a coroutine whose outcome nobody waits for any more."""
-        self._result.cancel()
 
     def _run(self, arguments: dict[str, Any], loop: EventLoop) -> None:
         started = time.perf_counter()
         try:
             returned = self._reward.function(**arguments)
             if inspect.isawaitable(returned):  # a plain function that passes a coroutine on
-                returned = _waited_for(loop.submit(_awaited(returned)))
+                returned = loop.submit(_awaited(returned)).result()
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a user's function raises is explained by `outcome`
             self._result.set_exception(error)
         else:
@@ -112,14 +108,6 @@ def raised(name: str, error: BaseException, where: str = "") -> RewardError:
         f"reward function {name!r} raised {detail}{where}",
         hint="--debug shows the traceback; `rewards.on_error: drop` leaves such prompts out of the step",
     )
-
-
-def _waited_for(pending: Future[Any]) -> Any:
-    """Give the result of a coroutine, which must not go on when a signal cuts the waiting short."""
-    try:
-        return pending.result()
-    finally:
-        pending.cancel()
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

@@ -16,6 +16,8 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+        """Of the coroutines that were submitted; only the loop's thread touches it."""
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Start a coroutine."""
@@ -24,7 +26,12 @@ class EventLoop:
             thread = threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True)
             thread.start()
             self._loop, self._thread = loop, thread  # only now: a signal may come at any line
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._registered(coroutine), self._loop)
+
+    def cancel(self) -> None:
+        """Cancel all submitted coroutines that still run, also one whose future nobody got hold of because a signal came first."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._cancel_submitted(), self._loop)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
@@ -35,6 +42,19 @@ class EventLoop:
         self._thread.join()
         self._loop.close()
         self._loop = self._thread = None
+
+    async def _registered(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._running.discard(task)
+
+    async def _cancel_submitted(self) -> None:
+        for task in self._running:
+            task.cancel()
 
 
 async def _cancel_others() -> None:

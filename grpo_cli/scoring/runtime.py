@@ -127,8 +127,7 @@ class RewardScorer:
                 self._collect(reward, calls[reward.name], groups, trainer_state, self._loop) for reward in self._rewards
             ]
         finally:
-            for call in calls.values():
-                call.cancel()
+            self._loop.cancel()  # what nobody waits for any more
 
     def _stateful(self) -> dict[str, Any]:
         """Give the objects whose state belongs into a checkpoint. Weights of a module are not JSON and do not change here."""

@@ -1,6 +1,5 @@
 """Real vLLM servers that are killed in the middle of a run: it goes on, as if nothing had been; or says in a line why not."""
 
-import importlib.util
 import subprocess
 import time
 from pathlib import Path
@@ -10,19 +9,20 @@ import pytest
 from e2e.experiment import Experiment, completions, records
 from e2e.test_vllm_train import (
     assert_nothing_is_left,
-    free_port,
     make,
-    served,
+    serve,
     start,
     train,
     wait_for_steps,
 )
+from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
+from vllm_server import free_port
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.e2e,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    needs_vllm,
 ]
 
 STEPS = 30
@@ -100,13 +100,13 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
 ) -> None:
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
-    with served(tmp_path, model, port) as server:
+    with serve(tmp_path, model, port) as server:
         process = start(experiment, MORE)
         wait_for_steps(experiment.output(), 2, process)
-        server.kill()
+        server.process.kill()
         time.sleep(5)
         assert process.poll() is None
-    with served(tmp_path, model, port) as server:
+    with serve(tmp_path, model, port) as server:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert "start it again if it has ended: the run goes on when a server answers" in output
@@ -117,7 +117,7 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
         given_up = make(tmp_path / "given-up", model, mode="server", server_port=port, server_timeout=3)
         process = start(given_up, "train.max_steps=100000")
         wait_for_steps(given_up.output(), 2, process)
-        server.kill()
+        server.process.kill()
         began = time.monotonic()
         output, errors = process.communicate(timeout=120)
         assert time.monotonic() - began < 90
@@ -132,7 +132,7 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
 def test_a_taken_port_and_other_models_are_told_in_a_line(model: Path, tmp_path: Path) -> None:
     port = free_port()
     other = build_tiny_model(tmp_path / "other", hidden_size=256, initializer_range=0.2)
-    with served(tmp_path, model, port) as server:
+    with serve(tmp_path, model, port) as server:
         wrong = train(make(tmp_path / "wrong", other, mode="server", server_port=port))
         assert wrong.returncode == 2, wrong.stderr
         assert (
@@ -146,4 +146,4 @@ def test_a_taken_port_and_other_models_are_told_in_a_line(model: Path, tmp_path:
         assert taken.returncode == 4, taken.stderr
         assert f"cannot listen on 127.0.0.1:{port}: address already in use" in taken.stderr
         assert "Traceback" not in wrong.stderr + precise.stderr + taken.stderr
-        assert server.poll() is None
+        assert server.process.poll() is None

@@ -5,12 +5,9 @@ and nothing that is left behind.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
+from vllm_server import VllmServer, free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,12 +86,6 @@ def train(experiment: Experiment, *arguments: str) -> subprocess.CompletedProces
         check=False,
         timeout=300,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str], seconds: float = 240) -> None:
@@ -187,17 +179,10 @@ def test_weights_under_wrong_names_stop_the_run_before_it_trains(model: Path, tm
     assert not (experiment.output() / "metrics.jsonl").exists()
 
 
-@contextmanager
-def served(folder: Path, model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    """Run `grpo vllm-serve` until the end of the block."""
-    command = [*GRPO, "vllm-serve", "--model", str(model), "--port", str(port), "--log-file", str(folder / "vllm.log")]
-    options = ["--max-model-length", "128", "--engine", f"kv_cache_memory_bytes={1 << 26}"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+def serve(folder: Path, model: Path, port: int) -> VllmServer:
+    """Start `grpo vllm-serve`, which ends with the block."""
+    options = ("--max-model-length", "128", "--engine", f"kv_cache_memory_bytes={1 << 26}")
+    return VllmServer(folder, model, *options, token=None, port=port)
 
 
 def test_runs_attach_to_a_server_one_after_another(
@@ -206,7 +191,7 @@ def test_runs_attach_to_a_server_one_after_another(
     """The first is killed in the middle, without a word to the server; the second goes on with the same one."""
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
-    with served(tmp_path, model, port):
+    with serve(tmp_path, model, port):
         process = start(experiment, "train.save_steps=1")
         wait_for_steps(experiment.output(), 2, process)
         process.kill()

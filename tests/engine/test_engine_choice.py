@@ -1,6 +1,5 @@
 """The engine that a recipe names is opened, or it is said why not; and the weights that it is given."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from e2e.experiment import Experiment, make_experiment
 from torch import nn
 from transformers import AutoModelForCausalLM
+from vllm_server import free_port
 
 from grpo_cli.engine.distributed import NamedWeights
 from grpo_cli.engine.run import run
@@ -26,9 +26,7 @@ def experiment(tiny_model_folder: Path, tmp_path: Path) -> Experiment:
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def test_what_only_vllm_needs_is_not_loaded_without_it() -> None:

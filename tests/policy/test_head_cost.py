@@ -86,28 +86,28 @@ from torch import nn
 from grpo_cli.policy.head import LogitScaling, token_statistics
 from grpo_cli.types import Sampling
 
-def peak():
+def resident(field):
     with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 tokens, vocabulary, width = 1000, 262144, 4
 hidden = torch.randn(tokens, width, requires_grad=True)
 head = nn.Linear(width, vocabulary, bias=False)
 targets = torch.arange(tokens)
-before = peak()
+before = resident("VmRSS")  # not the highest so far, which the imports may have set
 logps, _ = token_statistics(
     hidden, head=head, scaling=LogitScaling(), targets=targets, positions=targets,
     sampling=Sampling(stop_ids=(), max_tokens=tokens), entropy_grad=False,
 )
 logps.sum().backward()
-print(peak() - before)
+print(resident("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
-    """The logits of 1000 tokens over 262144 words are 1 GiB in float32; two or three chunks of 64 MiB are resident."""
+    """The logits of 1000 tokens over 262144 words are 1 GiB in float32; two to five chunks of 16 MiB are resident."""
     outcome = subprocess.run([sys.executable, "-c", LARGE_VOCABULARY], capture_output=True, text=True, check=True)
     grown = int(outcome.stdout)
-    assert 2**26 < grown < 260 * 2**20
+    assert 2**24 < grown < 100 * 2**20

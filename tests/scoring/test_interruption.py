@@ -13,6 +13,7 @@ from scoring.scoring_groups import STATE, group
 
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.errors import Interrupted, RewardError
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.reward import make_reward
 from grpo_cli.scoring.runtime import RewardScorer
 
@@ -127,3 +128,22 @@ def test_a_reward_that_exits_ends_the_run_as_a_failure_of_its_own(asynchronous: 
     with pytest.raises(RewardError, match=r"reward function 'leaves' raised .*(SystemExit: 0|sys.exit\(0\))"):
         _score(scorer)
     scorer.close()
+
+
+def test_coroutines_whose_future_nobody_got_hold_of_are_cancelled_too() -> None:
+    """As when a signal cuts the call short that submitted them."""
+    loop = EventLoop()
+    cancelled = [threading.Event() for _ in range(50)]
+
+    async def wait(seen: threading.Event) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.set()
+            raise
+
+    for event in cancelled:
+        loop.submit(wait(event))
+    loop.cancel()
+    assert all(event.wait(5) for event in cancelled)
+    loop.close()

@@ -1,4 +1,4 @@
-"""The real small model answers the same whoever samples: the local engine, or vLLM in this process."""
+"""The real small model answers the same whoever samples: the local engine, vLLM in this process, or vLLM in a server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +8,17 @@ import pytest
 import torch
 from optional_packages import needs_smollm2, needs_vllm
 from torch import Tensor
+from vllm_server import TOKEN, VllmServer
 
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model, load_tokenizer
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.local.engine import LocalEngine
+from grpo_cli.rollout.sync.transports import SharedMemoryTransport
+from grpo_cli.rollout.vllm.client import VllmClient
 from grpo_cli.rollout.vllm.colocate import ColocateEngine
+from grpo_cli.rollout.vllm.server_engine import ServerEngine
 from grpo_cli.types import Completion, PolicyVersion, Prompt, PromptId, Sampling, Segment
 
 pytestmark = [
@@ -36,6 +40,7 @@ QUESTIONS = (
 NEAR_TIE = 1e-3
 """Difference of two log-probabilities that rounding may turn round."""
 TOLERANCE = 1e-3
+BUCKET = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +71,16 @@ def sampling(smollm2_tokenizer: Any) -> Sampling:
 
 
 @pytest.fixture(scope="module")
-def colocate(policy: Any, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocateEngine]:
+def folder(policy: Any, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder, without weights: they come by the sync."""
     folder = tmp_path_factory.mktemp("smollm2")
-    policy.config.save_pretrained(folder)  # and no weights: they come by the sync
+    policy.config.save_pretrained(folder)
     smollm2_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def colocate(folder: Path, smollm2_tokenizer: Any) -> Iterator[ColocateEngine]:
     engine = ColocateEngine(
         {
             "model": str(folder),
@@ -82,12 +93,28 @@ def colocate(policy: Any, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempP
             "generation_config": "vllm",
         },
         smollm2_tokenizer,
-        bucket_bytes=64 << 20,
+        bucket_bytes=BUCKET,
         dtype=None,
         max_num_seqs=16,
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerEngine]:
+    log, options = tmp_path_factory.mktemp("log"), ("--max-model-length", "256", "--engine", "load_format=dummy")
+    with VllmServer(log, folder, *options, "--engine", f"kv_cache_memory_bytes={1 << 30}") as served:
+        served.wait_until_ready()
+        engine = ServerEngine(
+            [VllmClient(served.url, TOKEN, connect_timeout=10, request_timeout=120)],
+            smollm2_tokenizer,
+            transport=SharedMemoryTransport(),
+            bucket_bytes=BUCKET,
+            dtype=None,
+        )
+        yield engine
+        engine.close()
 
 
 def answers(engine: RolloutEngine, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
@@ -132,22 +159,29 @@ def train(policy: Any, prompts: list[Prompt], completions: list[Completion], ste
         optimizer.zero_grad()
 
 
-def test_local_and_colocated_vllm_give_the_same_answers_before_and_after_training(
-    policy: Any, smollm2_tokenizer: Any, colocate: ColocateEngine, questions: list[Prompt], sampling: Sampling
+def test_all_engines_give_the_same_answers_before_and_after_training(
+    policy: Any,
+    smollm2_tokenizer: Any,
+    colocate: ColocateEngine,
+    server: ServerEngine,
+    questions: list[Prompt],
+    sampling: Sampling,
 ) -> None:
     local = LocalEngine(policy, smollm2_tokenizer, max_num_seqs=16)
-    colocate.sync(list(policy.named_parameters()), PolicyVersion(0))
     before = answers(local, questions, sampling)
-    same = assert_same_answers(policy, questions, before, answers(colocate, questions, sampling))
-    assert same >= len(questions) - 1
+    for engine in (colocate, server):
+        engine.sync(list(policy.named_parameters()), PolicyVersion(0))
+        same = assert_same_answers(policy, questions, before, answers(engine, questions, sampling))
+        assert same >= len(questions) - 1
 
     train(policy, questions, before, steps=3)
     after = answers(local, questions, sampling)
     assert sum(one.ids != other.ids for one, other in zip(before, after, strict=True)) >= len(questions) // 2
-    report = colocate.sync(list(policy.named_parameters()), PolicyVersion(3))
-    assert report.bytes == sum(parameter.nbytes for parameter in policy.parameters())
-    same = assert_same_answers(policy, questions, after, answers(colocate, questions, sampling))
-    assert same >= len(questions) - 1
+    for engine in (colocate, server):
+        report = engine.sync(list(policy.named_parameters()), PolicyVersion(3))
+        assert report.bytes == sum(parameter.nbytes for parameter in policy.parameters())
+        same = assert_same_answers(policy, questions, after, answers(engine, questions, sampling))
+        assert same >= len(questions) - 1
 
 
 @pytest.mark.parametrize(

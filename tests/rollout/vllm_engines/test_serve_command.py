@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from optional_packages import needs_vllm
+from vllm_server import free_port
 
 from grpo_cli.cli.app import main
 from grpo_cli.cli.serve_plan import ServePlan, serve_plan
@@ -48,13 +49,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
     yield run
     assert not list(tmp_path.glob("*.log"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_without_a_model_it_says_what_to_write(refused: Any) -> None:

@@ -3,16 +3,12 @@
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import psutil
@@ -21,81 +17,17 @@ import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
+from vllm_server import TOKEN, VllmServer
 
 from grpo_cli import __version__
 from grpo_cli.rollout.vllm.served_process import ServedEngine
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.e2e]
 
-TOKEN = "correct-horse"
-READY_SECONDS = 240
 ADMIN = (
     "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
     "/reset_prefix_cache",
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Server:
-    """A running `grpo vllm-serve`, and what it wrote."""
-
-    def __init__(self, folder: Path, model: Path, *options: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "vllm.log"
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_cli", "vllm-serve", "--model", str(model), "--port", str(self.port)),
-                *("--log-file", str(self.log), *options),
-            ],
-            env={**os.environ, "GRPO_VLLM_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-        self._readers = [
-            self._reading(self.process.stdout, self.lines),
-            self._reading(self.process.stderr, self.errors),
-        ]
-
-    @staticmethod
-    def _reading(stream: IO[str] | None, lines: list[str]) -> threading.Thread:
-        assert stream is not None
-        reader = threading.Thread(target=lambda: lines.extend(line.rstrip("\n") for line in stream), daemon=True)
-        reader.start()
-        return reader
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_SECONDS
-        while not any(line.startswith("ready: ") for line in self.lines):
-            assert self.process.poll() is None, self.errors
-            assert time.monotonic() < deadline, self.lines
-            time.sleep(0.2)
-
-    def wait(self) -> int:
-        code = self.process.wait(READY_SECONDS)
-        for reader, stream in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
-            reader.join(10)
-            assert stream is not None
-            stream.close()
-        return code
-
-    def offspring(self) -> list[psutil.Process]:
-        """All processes below it, the server's own first."""
-        return list(psutil.Process(self.process.pid).children(recursive=True))
-
-
-def ask(server: Server, method: str, path: str, token: str | None = TOKEN, **options: Any) -> httpx.Response:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx.request(method, server.url + path, headers=headers, timeout=120, trust_env=False, **options)
 
 
 def remaining(processes: list[psutil.Process], seconds: float = 15.0) -> list[psutil.Process]:
@@ -115,21 +47,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), model_folder, "--max-num-generations", "16")
-    try:
+def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with VllmServer(tmp_path_factory.mktemp("server"), model_folder, "--max-num-generations", "16") as server:
         server.wait_until_ready()
         yield server
-    finally:
-        server.process.terminate()
-        server.wait()
 
 
 @pytest.mark.usefixtures("served")
 class TestServed:
     """One real server; the last test ends it."""
 
-    def test_the_lines_say_what_happens(self, served: Server, model_folder: Path) -> None:
+    def test_the_lines_say_what_happens(self, served: VllmServer, model_folder: Path) -> None:
         first, *between, last = served.lines
         assert first.startswith("starting vLLM ")
         assert first.endswith(f" for {model_folder} on {served.url} (log: {served.log})")
@@ -138,13 +66,13 @@ class TestServed:
         assert served.errors == []
 
     def test_completions_are_token_ids_with_log_probabilities_and_a_reason(
-        self, served: Server, model_folder: Path
+        self, served: VllmServer, model_folder: Path
     ) -> None:
         prompt = [72, 101, 108, 108, 111]
         body = {
             "prompt": prompt, "n": 4, "max_tokens": 8, "temperature": 1.0, "seed": 3, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
-        choices = ask(served, "POST", "/v1/completions", json=body).json()["choices"]
+        choices = served.ask("POST", "/v1/completions", json=body).json()["choices"]
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
         model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
         for choice in choices:
@@ -155,16 +83,16 @@ class TestServed:
             true = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), true, atol=1e-3, rtol=0)
 
-    def test_every_route_but_health_wants_the_token(self, served: Server) -> None:
-        assert ask(served, "GET", "/health", token=None).status_code == 200
+    def test_every_route_but_health_wants_the_token(self, served: VllmServer) -> None:
+        assert served.ask("GET", "/health", headers={}).status_code == 200
         for path in ADMIN:
-            for token in (None, "wrong"):
-                assert ask(served, "POST", path, token).status_code == 401, path
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                assert served.ask("POST", path, headers=headers).status_code == 401, path
         for path in ("/grpo/status", "/metrics", "/version", "/v1/models"):
-            assert ask(served, "GET", path, token=None).status_code == 401, path
-            assert ask(served, "GET", path).status_code == 200, path
+            assert served.ask("GET", path, headers={}).status_code == 401, path
+            assert served.ask("GET", path).status_code == 200, path
 
-    def test_what_is_not_for_training_does_not_exist(self, served: Server) -> None:
+    def test_what_is_not_for_training_does_not_exist(self, served: VllmServer) -> None:
         for path in (
             "/collective_rpc",
             "/sleep",
@@ -173,29 +101,28 @@ class TestServed:
             "/invocations",
             "/v1/chat/completions",
         ):
-            assert ask(served, "POST", path, json={}).status_code == 404, path
-        assert ask(served, "GET", "/docs").status_code == 404
+            assert served.ask("POST", path, json={}).status_code == 404, path
+        assert served.ask("GET", "/docs").status_code == 404
 
-    def test_too_much_is_refused(self, served: Server) -> None:
-        answer = ask(served, "POST", "/v1/completions", json={"prompt": [1], "n": 17})
+    def test_too_much_is_refused(self, served: VllmServer) -> None:
+        answer = served.ask("POST", "/v1/completions", json={"prompt": [1], "n": 17})
         assert (answer.status_code, "up to 16" in answer.text) == (400, True)
-        assert ask(served, "POST", "/v1/completions", json={"prompt": [[1], [2]]}).status_code == 400
-        answer = ask(served, "POST", "/v1/completions", content=b"x" * ((64 << 20) + 1))
+        assert served.ask("POST", "/v1/completions", json={"prompt": [[1], [2]]}).status_code == 400
+        answer = served.ask("POST", "/v1/completions", content=b"x" * ((64 << 20) + 1))
         assert answer.status_code == 413
 
-    def test_pauses_are_told_and_work(self, served: Server) -> None:
-        assert ask(served, "POST", "/pause", params={"mode": "wait"}).status_code == 200
-        assert ask(served, "GET", "/grpo/status").json()["paused"]
-        assert ask(served, "POST", "/resume").status_code == 200
-        assert not ask(served, "GET", "/grpo/status").json()["paused"]
+    def test_pauses_are_told_and_work(self, served: VllmServer) -> None:
+        assert served.ask("POST", "/pause", params={"mode": "wait"}).status_code == 200
+        assert served.ask("GET", "/grpo/status").json()["paused"]
+        assert served.ask("POST", "/resume").status_code == 200
+        assert not served.ask("GET", "/grpo/status").json()["paused"]
 
-    def test_status_answers_while_completions_are_sampled(self, served: Server) -> None:
+    def test_status_answers_while_completions_are_sampled(self, served: VllmServer) -> None:
         body = {"prompt": [72, 105], "n": 16, "max_tokens": 400, "ignore_eos": True}
         waits = []
         # One client: to make one takes so long that it would be measured.
-        headers = {"Authorization": f"Bearer {TOKEN}"}
         with (
-            httpx.Client(base_url=served.url, headers=headers, timeout=120, trust_env=False) as client,
+            httpx.Client(base_url=served.url, headers=served.headers, timeout=120, trust_env=False) as client,
             ThreadPoolExecutor(16) as pool,
         ):
             sampling = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(16)]
@@ -214,13 +141,13 @@ class TestServed:
         }  # fmt: skip
         assert {"instance", "model", "vllm", "max_num_seqs"} <= set(status)
 
-    def test_the_token_is_in_no_command_line_and_not_in_the_log(self, served: Server) -> None:
+    def test_the_token_is_in_no_command_line_and_not_in_the_log(self, served: VllmServer) -> None:
         commands = [" ".join(process.cmdline()) for process in served.offspring()]
         assert any("served_process" in command for command in commands)
         assert not any(TOKEN in command for command in commands)
         assert TOKEN not in served.log.read_text()
 
-    def test_sigterm_ends_all_of_it(self, served: Server) -> None:
+    def test_sigterm_ends_all_of_it(self, served: VllmServer) -> None:
         offspring = served.offspring()
         served.process.terminate()
         assert served.wait() == 143
@@ -268,7 +195,7 @@ class TestKilled:
 
     @pytest.mark.parametrize("who", ["supervisor", "supervisor and server", "engine"])
     def test_nothing_stays(self, who: str, model_folder: Path, tmp_path: Path) -> None:
-        server = Server(tmp_path, model_folder)
+        server = VllmServer(tmp_path, model_folder)
         try:
             server.wait_until_ready()
             offspring = server.offspring()
@@ -294,7 +221,9 @@ class TestKilled:
             server.wait()
 
     def test_an_engine_that_cannot_start_is_told_by_its_own_error(self, model_folder: Path, tmp_path: Path) -> None:
-        server = Server(tmp_path, model_folder, "--engine", "kv_cache_memory_bytes=1000", "--max-model-length", "512")
+        server = VllmServer(
+            tmp_path, model_folder, "--engine", "kv_cache_memory_bytes=1000", "--max-model-length", "512"
+        )
         assert server.wait() == 4
         said = "\n".join(server.errors)
         assert said.startswith("error: vLLM ended with exit code 1")

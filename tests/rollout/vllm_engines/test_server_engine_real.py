@@ -1,13 +1,8 @@
 """Sampling by a real `grpo vllm-serve`: the weights that were sent are the weights that sample."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +13,7 @@ import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
+from vllm_server import TOKEN, VllmServer
 
 from grpo_cli.errors import Interrupted
 from grpo_cli.rollout.sync.transports import ProcessGroupTransport, SharedMemoryTransport, WeightTransport
@@ -29,18 +25,8 @@ from grpo_cli.types import Completion, PolicyVersion, Prompt, Sampling
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.e2e]
 
 KEY = (0, "train", 1)
-TOKEN = "token-of-this-test"
 TOLERANCE = 1e-3
 """Of log-probabilities in float32; 6e-5 was seen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A running server."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +37,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server of the first model. The last test may kill it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "grpo_cli", "vllm-serve", "--model", str(folders[0]), "--port", str(port)),
-            *("--max-model-length", "256", "--engine", "max_num_seqs=16", "--log-file", str(log)),
-        ],
-        env={**os.environ, "GRPO_VLLM_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield Served(process=process, url=f"http://127.0.0.1:{port}", log=log)
-    finally:
-        process.terminate()
-        process.wait(30)
+    options = ("--max-model-length", "256", "--engine", "max_num_seqs=16")
+    with VllmServer(tmp_path_factory.mktemp("log"), folders[0], *options) as server:
+        yield server
 
 
 @pytest.fixture
-def build(served: Served, tokenizer: Any) -> Iterator[Callable[..., ServerEngine]]:
+def build(served: VllmServer, tokenizer: Any) -> Iterator[Callable[..., ServerEngine]]:
     """Make engines that sample from the server."""
     engines: list[ServerEngine] = []
 
@@ -152,7 +125,7 @@ def test_samples_depend_on_seed_prompt_and_index_alone(
 
 
 def test_interrupted_generation_ends_at_once_and_the_server_stops_sampling(
-    folders: list[Path], served: Served, build: Callable[..., ServerEngine], prompts: list[Prompt]
+    folders: list[Path], served: VllmServer, build: Callable[..., ServerEngine], prompts: list[Prompt]
 ) -> None:
     engine = build()
     engine.sync(weights_of(load(folders[1])), PolicyVersion(1))
@@ -177,18 +150,18 @@ def test_interrupted_generation_ends_at_once_and_the_server_stops_sampling(
     assert running(served) == 0
 
 
-def running(served: Served) -> float:
+def running(served: VllmServer) -> float:
     """Ask how many completions it samples or has waiting."""
-    answer = httpx.get(f"{served.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
+    answer = httpx.get(f"{served.url}/metrics", headers=served.headers, trust_env=False)
     lines = [line for line in answer.text.splitlines() if line.startswith("vllm:num_requests_")]
     assert lines
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def test_next_trainer_attaches_to_a_server_whose_trainer_died_between_two_buckets(
-    folders: list[Path], served: Served, build: Callable[..., ServerEngine], prompts: list[Prompt]
+    folders: list[Path], served: VllmServer, build: Callable[..., ServerEngine], prompts: list[Prompt]
 ) -> None:
-    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
+    with httpx.Client(base_url=served.url, headers=served.headers, timeout=60) as http:
         for path, body in (
             ("/pause?mode=wait", None),
             ("/init_weight_transfer_engine", {"init_info": {"transport": "shared_memory"}}),
@@ -205,7 +178,7 @@ def test_next_trainer_attaches_to_a_server_whose_trainer_died_between_two_bucket
 
 
 def test_killed_server_is_an_error_within_seconds(
-    folders: list[Path], served: Served, build: Callable[..., ServerEngine], prompts: list[Prompt]
+    folders: list[Path], served: VllmServer, build: Callable[..., ServerEngine], prompts: list[Prompt]
 ) -> None:
     engine = build()
     engine.sync(weights_of(load(folders[1])), PolicyVersion(1))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from vllm_server import free_port
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.vllm import supervisor as supervising
@@ -58,7 +59,7 @@ HTTPServer(("127.0.0.1", int(port)), Answers).serve_forever()
 SUPERVISOR = """\
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parents[1])]
 from test_supervisor import prepared
 server = prepared(Path(sys.argv[2]), int(sys.argv[3]), "child")
 server.start()
@@ -82,10 +83,7 @@ def prepared(folder: Path, port: int, *manners: str) -> ServerProcess:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
+    return free_port()
 
 
 def silent(stage: str, seconds: float) -> None:
