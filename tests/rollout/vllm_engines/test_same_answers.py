@@ -67,7 +67,7 @@ def questions(smollm2_tokenizer: Any) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def sampling(smollm2_tokenizer: Any) -> Sampling:
-    return Sampling(temperature=0.0, stop_ids=(smollm2_tokenizer.eos_token_id,), max_tokens=32)
+    return Sampling(temperature=0.0, stop_ids=(smollm2_tokenizer.eos_token_id,), max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_all_engines_give_the_same_answers_before_and_after_training(
         same = assert_same_answers(policy, questions, before, answers(engine, questions, sampling))
         assert same >= len(questions) - 1
 
-    train(policy, questions, before, steps=3)
+    train(policy, questions[::2], before[::2], steps=3)
     after = answers(local, questions, sampling)
     assert sum(one.ids != other.ids for one, other in zip(before, after, strict=True)) >= len(questions) // 2
     for engine in (colocate, server):
@@ -203,7 +203,7 @@ def test_log_probabilities_of_the_real_model_are_those_that_the_trainer_computes
     colocate.sync(list(policy.named_parameters()), PolicyVersion(4))
     settings = {name: getattr(sampling, name) for name in ("stop_ids", "max_tokens")}
     drawn = Sampling(**{**settings, **changes})
-    groups = colocate.generate(questions, drawn, num_generations=2, seed_key=(0,))
+    groups = colocate.generate(questions[::2], drawn, num_generations=2, seed_key=(0,))
     segments = tuple(
         Segment(prompt_ids=group.prompt.ids, completion_ids=tuple(one.ids for one in group.completions))
         for group in groups
