@@ -6,6 +6,7 @@
     ├── DataError               the dataset cannot be read or does not fit               exit 2
     ├── RewardError             a reward function broke its contract                     exit 3
     ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
+    │   └── LostProcessError    one of several processes has ended
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
     Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
 
@@ -100,6 +101,10 @@ class TrainingError(GrpoError):
     """The run cannot go on."""
 
     exit_code = 4
+
+
+class LostProcessError(TrainingError):
+    """Another process of this run has ended. Unless it was killed, it has said why."""
 
 
 class CheckpointError(GrpoError):

@@ -1,6 +1,8 @@
 """The `grpo` command, and the one place where errors become messages and exit codes."""
 
+import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,10 @@ from grpo_cli.cli.check import check
 from grpo_cli.cli.recipes import recipes
 from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.cli.vllm_serve import vllm_serve
-from grpo_cli.errors import GrpoError, Interrupted, RecipeError
+from grpo_cli.errors import GrpoError, Interrupted, LostProcessError, RecipeError
+
+SECONDS_FOR_THE_FIRST = 3.0
+"""How long the other processes of a run leave an error to the first one."""
 
 app = typer.Typer(
     name="grpo",
@@ -67,10 +72,24 @@ def main() -> None:
     except (GrpoError, Interrupted) as error:
         if options.debug:
             traceback.print_exc()
-        sys.stderr.write(f"{_message(error)}\n")
+        _tell(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _tell(error: GrpoError | Interrupted) -> None:
+    """Write an error, once for all processes of a run.
+
+    Most errors come to all processes, and then the first one tells. Another one waits a moment before it does, in which it is ended if
+    the first one has failed as well.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        sys.stderr.write(f"{_message(error)}\n")
+    elif not isinstance(error, Interrupted | LostProcessError):
+        time.sleep(SECONDS_FOR_THE_FIRST)
+        sys.stderr.write(f"process {rank}: {_message(error)}\n")
 
 
 def _debug_first(arguments: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """`grpo train`: run a recipe."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -22,22 +23,33 @@ def train(
             show_default=False,
         ),
     ] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, help="Processes to train in, on this machine; one per GPU is usual.")
+    ] = 1,
 ) -> None:
     """Train a model as a recipe says. The recipe is checked completely before anything is loaded.
 
     Ctrl-C and SIGTERM save a checkpoint and exit with 130 and 143; --resume continues from there, with the same result as if
     the run had never stopped.
 
+    Under `accelerate launch` and `torchrun` the command joins the processes that were launched; --nproc launches them itself.
+
     \b
     Examples:
       grpo train recipes/quickstart.yaml
       grpo train recipes/tldr.yaml train.learning_rate=2e-6 train.output_dir=runs/tldr-2e-6
       grpo train recipes/tldr.yaml --resume
+      grpo train recipes/tldr.yaml --nproc 8
       grpo train recipes/tldr.yaml --resume runs/tldr/checkpoints/step-000100
     """  # noqa: D301  \b keeps the lines apart
     from grpo_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+
+    from grpo_cli.engine.launch import is_launched, launch
+
+    if nproc > 1 and not is_launched():
+        raise typer.Exit(launch(nproc, sys.argv[1:]))
 
     from grpo_cli.engine.run import run
 

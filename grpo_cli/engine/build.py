@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from grpo_cli.engine.canary import Canary, rounding
 from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.health import RunHealth
@@ -133,7 +133,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         settings=objective_settings(
             recipe.grpo, recipe.generation, recipe.vllm, router_aux_loss_coef=loaded.router_aux_loss_coef
         ),
-        budget=_token_budget(recipe.train, loaded.policy, recorder, processes.device),
+        budget=_token_budget(recipe.train, loaded.policy, recorder, processes),
         shares_prefix=loaded.policy.shares_prefix,
         splits_prompts=loaded.policy.splits_prompts,
     )
@@ -199,11 +199,11 @@ def _build_canary(
     )
 
 
-def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, device: torch.device) -> TokenBudget:
+def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, processes: Processes) -> TokenBudget:
     """Take the budget that the recipe asks for, or find one; all models are on the device by now."""
     asked = train.micro_batch_tokens
-    tokens = automatic_micro_batch_tokens(policy, train=train, device=device) if asked is None else asked
-    return TokenBudget(tokens, asked=asked, device=device, say=recorder.say)
+    tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes) if asked is None else asked
+    return TokenBudget(tokens, asked=asked, device=processes.device, say=recorder.say)
 
 
 def objective_settings(

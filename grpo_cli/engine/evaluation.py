@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_cli.engine.randomness import own_randomness
+from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import Sum, merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
 from grpo_cli.scoring.contract import TrainerState
-from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.telemetry.rollouts import rollout_metrics
 from grpo_cli.types import PolicyVersion, Prompt, Sampling
@@ -30,7 +30,7 @@ class Evaluator:
 
     prompts: Sequence[Prompt]
     weight_sync: WeightSync
-    scorer: RewardScorer
+    scorer: Scorer
     sampling: Sampling
     num_generations: int
     advantage_settings: AdvantageSettings

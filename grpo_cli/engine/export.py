@@ -19,8 +19,10 @@ MODEL_FOLDER = "model"
 REFERENCE_FILE = "reference.safetensors"
 
 
-def save_checkpoint(stages: Stages, state: RunState) -> Path:
-    """Save everything that the next step depends on, under the state's step."""
+def save_checkpoint(stages: Stages, state: RunState) -> None:
+    """Save everything that the next step depends on, under the state's step. All processes have the same; the main one writes it."""
+    if not stages.processes.is_main:
+        return
 
     def write(folder: Path) -> None:
         save_model_folder(stages, folder / MODEL_FOLDER)
@@ -30,7 +32,7 @@ def save_checkpoint(stages: Stages, state: RunState) -> Path:
         if stages.reference is not None and stages.reference.moves:
             save_model(stages.reference.policy.model, str(folder / REFERENCE_FILE))
 
-    return stages.checkpoints.save(state.step, write)
+    stages.checkpoints.save(state.step, write)
 
 
 def restore(stages: Stages, state: RunState, folder: Path) -> None:
@@ -71,7 +73,9 @@ def _umask() -> int:
 
 
 def save_final_model(stages: Stages, folder: Path) -> Path:
-    """Save the trained model under its final name, complete or not at all."""
+    """Save the trained model under its final name, complete or not at all. The main process writes."""
+    if not stages.processes.is_main:
+        return folder
     beside = folder.with_name(f".writing-{folder.name}")
     try:
         shutil.rmtree(beside, ignore_errors=True)

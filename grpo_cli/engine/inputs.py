@@ -7,9 +7,9 @@ from typing import Any
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
+from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.state import RunState
 from grpo_cli.recipe.schema import Recipe
-from grpo_cli.scoring.runtime import RewardScorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,5 +39,5 @@ class Inputs:
     tokenizer: Any
     prompts: LoadedPrompts
     held_out: HeldOutPrompts
-    scorer: RewardScorer
+    scorer: Scorer
     length: RunLength

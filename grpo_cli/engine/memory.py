@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from grpo_cli.device_memory import free_memory
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
@@ -97,36 +98,42 @@ def estimate_memory(
     )
 
 
-def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, device: torch.device) -> int:
+def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, processes: Processes) -> int:
     """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
 
     Gradients and the optimizer's moments come first; a safe share of what they leave is for one micro-batch. The budget is a power
-    of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster.
+    of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster. All processes
+    have the smallest of theirs.
     """
-    tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
-    room = _room(policy, device)
-    if room is None:
-        return tokens
-    while tokens > LEAST_TOKENS and (_activations(policy, tokens, train) or 0) + (_head(policy, tokens) or 0) > room:
+    tokens = MOST_TOKENS.get(processes.device.type, MOST_TOKENS_ELSEWHERE)
+    room = _room(policy, processes)
+    while (
+        room is not None
+        and tokens > LEAST_TOKENS
+        and (_activations(policy, tokens, train) or 0) + (_head(policy, tokens) or 0) > room
+    ):
         tokens //= 2
-    return tokens
+    return processes.least(tokens)
 
 
-def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, device: torch.device) -> int | None:
+def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, processes: Processes) -> int | None:
     """Find how many tokens' keys and values the free memory has room for, with all models loaded and nothing trained yet.
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    room, values = _room(policy, device), cached_values_per_token(policy.model.config.get_text_config())
+    room, values = _room(policy, processes), cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
     return max(1, int(room / (values * _value_bytes(policy, train))))
 
 
-def _room(policy: PolicyModel, device: torch.device) -> float | None:
+def _room(policy: PolicyModel, processes: Processes) -> float | None:
     """Give the safe share of the bytes that gradients and the optimizer's moments will leave free; None: the device does not say."""
-    free = free_memory(device)
-    return None if free is None else SAFE_SHARE * (free - 3 * _trained_bytes(policy))
+    free = free_memory(processes.device)
+    if free is None:
+        return None
+    sharing = processes.on_this_machine if processes.device.type == "cpu" else 1
+    return SAFE_SHARE * (free / sharing - 3 * _trained_bytes(policy))
 
 
 def _trained_bytes(policy: PolicyModel) -> int:

@@ -42,6 +42,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,
         device=str(stages.processes.device),
+        processes=stages.processes.count,
         engine=_engine(recipe.vllm),
         dataset=recipe.dataset.name,
         rows=rows,

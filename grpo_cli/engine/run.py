@@ -20,6 +20,7 @@ from grpo_cli.engine.randomness import RandomState, seed_everything
 from grpo_cli.engine.resume import Resumed, find_resumed
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.trainer import Trainer
@@ -31,6 +32,7 @@ from grpo_cli.telemetry.console import open_console, open_view
 from grpo_cli.telemetry.files import disk_errors
 from grpo_cli.telemetry.plan import print_plan
 from grpo_cli.telemetry.recorder import Recorder, RunSummary
+from grpo_cli.telemetry.silent import SilentRecorder
 from grpo_cli.telemetry.trackers import require_trackers
 from grpo_cli.types import PolicyVersion
 
@@ -52,26 +54,28 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         Interrupted: After a signal; the state is saved.
     """
     began = time.monotonic()
-    console = open_console()
     _quiet_libraries()
     recipe = loaded.recipe
+    processes = Processes(bf16=recipe.train.bf16)
+    console = open_console(quiet=not processes.is_main)
     require_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.train.output_dir).expanduser().resolve()
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(passed_on=processes.count > 1))
         with signals.interruptible():
             exists = output_dir.is_dir()
-            if exists:
+            if exists and processes.is_main:
                 stack.enter_context(locked(output_dir))
             resumed = find_resumed(recipe, output_dir, resume, lambda line: _tell(console, line))
             if not resumed.continues and not recipe.train.overwrite_output_dir:
                 refuse_to_overwrite(output_dir)
-            inputs = _load_inputs(loaded, output_dir, resumed, console)
+            inputs = _load_inputs(loaded, output_dir, resumed, processes, console)
             stack.callback(inputs.scorer.close)
             recorder = _open_recorder(inputs, console)
             stack.callback(recorder.close)
             trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals, stack)
-        if not exists:
+            processes.gather(b"built")  # so that nobody reads any more what the main process now removes
+        if processes.is_main and not exists:
             stack.enter_context(locked(output_dir))
             refuse_to_overwrite(output_dir)  # another run may have come and gone while this one was loading
         _take_directory(trainer, inputs, resumed)
@@ -85,18 +89,17 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
                 recorder.finish(_summary(trainer, final, seconds=time.monotonic() - began))
 
 
-def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, console: Console) -> Inputs:
+def _load_inputs(
+    loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, processes: Processes, console: Console
+) -> Inputs:
     """Load everything but the model."""
     recipe, folder, seed = loaded.recipe, loaded.folder, loaded.recipe.train.seed
     seed_everything(seed)
-    processes = Processes(bf16=recipe.train.bf16)
-    rewards = load_rewards(
-        recipe.rewards, folder=folder, device=processes.device, trust_remote_code=recipe.model.trust_remote_code
-    )
-    scorer = RewardScorer(rewards, on_error=recipe.rewards.on_error)
+    scorer = _load_scorer(loaded, processes) if processes.is_main else None
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
-    scorer.check_columns(prompts.first.row)
+    if scorer is not None:
+        scorer.check_columns(prompts.first.row)
     held_out = load_held_out_prompts(recipe.eval.dataset, tokenizer, folder=folder, seed=seed)
     for line in (*loaded.notices, *prompts.lines, *held_out.lines):
         _tell(console, line)
@@ -110,14 +113,23 @@ def _load_inputs(loaded: LoadedRecipe, output_dir: Path, resumed: Resumed, conso
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
-        scorer=scorer,
+        scorer=scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes),
         length=run_length(recipe.train, recipe.grpo, rows=prompts.source.rows_per_epoch, done=resumed.done),
     )
 
 
+def _load_scorer(loaded: LoadedRecipe, processes: Processes) -> RewardScorer:
+    """Load the reward functions."""
+    section = loaded.recipe.rewards
+    trusts = loaded.recipe.model.trust_remote_code
+    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
+    return RewardScorer(rewards, on_error=section.on_error)
+
+
 def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
     """Make what the run is told to; it writes nothing before it is told something."""
-    return Recorder(
+    kind = Recorder if inputs.processes.is_main else SilentRecorder
+    return kind(
         output_dir=inputs.output_dir,
         settings=inputs.recipe.logging,
         view=open_view(console, inputs.length.total_steps),
@@ -155,6 +167,8 @@ def _build_trainer(
 
 def _take_directory(trainer: Trainer, inputs: Inputs, resumed: Resumed) -> None:
     """Make the run directory this run's. From here on, what an older run left there is gone."""
+    if not inputs.processes.is_main:
+        return
     output_dir, state, stages = inputs.output_dir, trainer.state, trainer.stages
     with disk_errors(output_dir):
         if not resumed.continues:

@@ -14,11 +14,11 @@ from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.objective.advantages import AdvantageSettings
 from grpo_cli.policy.reference import ReferenceModel
-from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Sampling
 
@@ -88,7 +88,7 @@ class Stages:
     prompts: PromptSource
     weight_sync: WeightSync
     sampling: Sampling
-    scorer: RewardScorer
+    scorer: Scorer
     advantage_settings: AdvantageSettings
     gradients: GradientPass
     policy: nn.Module

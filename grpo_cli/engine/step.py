@@ -1,8 +1,11 @@
 """One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
 
+import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from statistics import mean
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,6 @@ from torch import Tensor, nn
 from grpo_cli.device_memory import trim_heap
 from grpo_cli.engine.batching import (
     active_completions,
-    by_completion,
     micro_batch_size,
     micro_batches,
     only,
@@ -19,6 +21,7 @@ from grpo_cli.engine.batching import (
     step_totals,
 )
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.shares import Share, everyones, shares
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
 from grpo_cli.objective.loss import ObjectiveSettings, loss
@@ -34,14 +37,21 @@ class StepGradient:
     Attributes:
         metrics: Those of the objective, and the tokens it took.
         current: Per micro-batch float [C], on the device, no gradient: log-probabilities of its completion tokens.
-        groups: All completions of the step.
-        active: Which of each group were computed.
+        share: What this process computed of the step.
+        active: Which completions of each group were computed, by any process.
+        processes: The processes of this run.
     """
 
     metrics: Metrics
     current: Sequence[Tensor]
-    groups: Sequence[TrainingGroup]
+    share: Share
     active: Sequence[Sequence[int]]
+    processes: Processes
+
+    @property
+    def groups(self) -> Sequence[TrainingGroup]:
+        """All completions of the step."""
+        return self.share.groups
 
     @property
     def logps(self) -> list[tuple[Tensor, ...]]:
@@ -49,7 +59,7 @@ class StepGradient:
 
         They come from the device only when they are asked for: most runs go over a step once and do not read them.
         """
-        return by_completion(_on_cpu(self.current), self.groups, self.active)
+        return everyones(self.share, self.current, self.processes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +90,19 @@ class GradientPass:
         Raises:
             TrainingError: If there is no memory for a single completion.
         """
-        return self.budget.fit(lambda: self._accumulate(policy, groups, logps))
+        active = self._active(groups)
+        share = self._share(groups, active)
+        totals = self._totals(policy, share, active)
+        expert_shares = self._expert_shares(policy, share)
+        began = time.monotonic()
+        outcomes, current = self.budget.fit(
+            lambda: self._accumulate(policy, share, logps, totals=totals, expert_shares=expert_shares)
+        )
+        seconds = time.monotonic() - began
+        metrics = merge([self.processes.merge(merge(outcomes)), self._imbalance(seconds)])
+        self.processes.sum_gradients(policy)
+        self.budget.lower_to(self.processes.least(self.budget.tokens))
+        return StepGradient(metrics=metrics, current=current, share=share, active=active, processes=self.processes)
 
     @torch.no_grad()
     def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
@@ -92,48 +114,59 @@ class GradientPass:
         Raises:
             TrainingError: If there is no memory for a single completion.
         """
-        return self.budget.fit(lambda: self._logps(policy, groups))
+        share = self._share(groups, self._active(groups))
+        found = self.budget.fit(lambda: [stats.logps for stats in self._statistics(policy, share)])
+        return everyones(share, found, self.processes)
 
     def _accumulate(
-        self, policy: nn.Module, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]
-    ) -> StepGradient:
+        self,
+        policy: nn.Module,
+        share: Share,
+        logps: Sequence[PolicyLogps],
+        *,
+        totals: StepTotals,
+        expert_shares: Tensor | None,
+    ) -> tuple[list[Metrics], list[Tensor]]:
+        """Make the gradients of this process's share; give its metrics, and the log-probabilities per micro-batch."""
         policy.zero_grad(set_to_none=True)
-        active = self._active(groups)
-        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
-        batches = self._batches(
-            computed, [only_logps(entry, indices) for entry, indices in zip(logps, active, strict=True)]
-        )
-        totals = self._totals(policy, groups, computed, batches)
-        shares = self._expert_shares(policy, batches)
-        skipped = _tokens(groups) - _tokens(computed)
+        batches = self._batches(share, logps)
+        skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
         current: list[Tensor] = []
         if not batches:
             _set_zero_gradient(policy)
-        for batch, prompt in _with_prompts(batches):
-            with self._guard(batch):
-                stats: TokenStats = policy(
-                    batch.segments,
-                    entropy_grad=self.settings.entropy_coef != 0,
-                    routers=self._balances_experts,
-                    expert_shares=shares,
-                    prompt=prompt,
-                )
-                output = loss(stats, batch.tokens, totals, self.settings)
-                self.processes.backward(output.loss)
-            step_share: dict[str, MetricValue] = {
-                "loss": Sum(output.loss.item()),
-                "tokens/useful": Sum(stats.tokens_useful),
-                "tokens/computed": Sum(stats.tokens_computed),
-            }
-            outcomes.append({**output.metrics, **step_share})
-            current.append(stats.logps.detach())
-            if prompt is not None and not batch.goes_on:
-                self._backward_of(prompt)
-            # The next micro-batch has other sizes, for which the room that this one leaves is too small.
-            trim_heap(self.processes.device)
-        return StepGradient(metrics=merge(outcomes), current=current, groups=groups, active=active)
+        with self.processes.own_gradients(policy):
+            for batch, prompt in _with_prompts(batches):
+                with self._guard(batch):
+                    stats: TokenStats = policy(
+                        batch.segments,
+                        entropy_grad=self.settings.entropy_coef != 0,
+                        routers=self._balances_experts,
+                        expert_shares=expert_shares,
+                        prompt=prompt,
+                    )
+                    output = loss(stats, batch.tokens, totals, self.settings)
+                    self.processes.backward(output.loss)
+                step_share: dict[str, MetricValue] = {
+                    "loss": Sum(output.loss.item()),
+                    "tokens/useful": Sum(stats.tokens_useful),
+                    "tokens/computed": Sum(stats.tokens_computed),
+                }
+                outcomes.append({**output.metrics, **step_share})
+                current.append(stats.logps.detach())
+                if prompt is not None and not batch.goes_on:
+                    self._backward_of(prompt)
+                # The next micro-batch has other sizes, for which the room that this one leaves is too small.
+                trim_heap(self.processes.device)
+        return outcomes, current
+
+    def _imbalance(self, seconds: float) -> Metrics:
+        """Tell how much longer than the processes' mean the slowest one took for its gradients."""
+        if self.processes.count == 1:
+            return {}
+        everyones = [float(told) for told in self.processes.gather(str(seconds).encode())]
+        return {"processes/imbalance": Mean(max(everyones) / mean(everyones), 1)}
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""
@@ -142,34 +175,30 @@ class GradientPass:
             if rest is not None:
                 self.processes.backward(rest)
 
-    def _logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
-        active = self._active(groups)
-        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
-        batches = self._batches(computed, [PolicyLogps()] * len(groups))
-        found = [stats.logps for stats in self._statistics(policy, batches)]
-        return by_completion(_on_cpu(found), groups, active)
-
-    def _statistics(
-        self, policy: nn.Module, batches: Sequence[MicroBatch], *, routers: bool = False
-    ) -> Iterator[TokenStats]:
-        """Compute statistics without a gradient."""
-        for batch, prompt in _with_prompts(batches):
+    def _statistics(self, policy: nn.Module, share: Share, *, routers: bool = False) -> Iterator[TokenStats]:
+        """Compute statistics of this process's share without a gradient."""
+        for batch, prompt in _with_prompts(self._batches(share, [PolicyLogps()] * len(share.groups))):
             with torch.no_grad(), self._guard(batch):
                 stats = policy(batch.segments, routers=routers, prompt=prompt)
             yield stats
 
-    def _expert_shares(self, policy: nn.Module, batches: Sequence[MicroBatch]) -> Tensor | None:
+    def _expert_shares(self, policy: nn.Module, share: Share) -> Tensor | None:
         """Compute which share of the step's tokens goes to each expert; it takes a pass of its own if there are several micro-batches.
 
         The load-balancing loss is a product of two means over all tokens of the step. With one of them known beforehand it is a sum over
         micro-batches, and does not depend on how these are cut.
         """
-        if not self._balances_experts or len(batches) < 2:
+        if not self._balances_experts:
             return None
-        found = [
-            stats.routers for stats in self._statistics(policy, batches, routers=True) if stats.routers is not None
-        ]
-        return torch.stack([one.shares * one.tokens for one in found]).sum(dim=0) / sum(one.tokens for one in found)
+        if self.processes.count == 1 and len(self._batches(share, [PolicyLogps()] * len(share.groups))) < 2:
+            return None
+        found = self.budget.fit(
+            lambda: [stats.routers for stats in self._statistics(policy, share, routers=True) if stats.routers]
+        )
+        mine = [[*(one.shares * one.tokens).tolist(), one.tokens] for one in found]
+        told = [row for rows in self.processes.gather(json.dumps(mine).encode()) for row in json.loads(rows)]
+        *experts, tokens = torch.tensor(told, dtype=torch.float64).sum(dim=0).unbind()
+        return (torch.stack(experts) / tokens).to(self.processes.device, torch.float32)
 
     @property
     def _balances_experts(self) -> bool:
@@ -191,10 +220,14 @@ class GradientPass:
         tokens = micro_batch_size(batch, shares_prefix=self.shares_prefix)
         return self.budget.guard(tokens=tokens, completions=batch.tokens.advantages.numel())
 
-    def _batches(self, groups: Sequence[TrainingGroup], logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
+    def _share(self, groups: Sequence[TrainingGroup], active: Sequence[Sequence[int]]) -> Share:
+        parts = shares(groups, active, count=self.processes.count, shares_prefix=self.shares_prefix)
+        return parts[self.processes.rank]
+
+    def _batches(self, share: Share, logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
         return micro_batches(
-            groups,
-            logps,
+            share.computed_groups(),
+            [only_logps(entry, indices) for entry, indices in zip(logps, share.computed, strict=True)],
             micro_batch_tokens=self.budget.tokens,
             shares_prefix=self.shares_prefix,
             # The load-balancing loss of a part needs the router logits of its prompt.
@@ -202,19 +235,30 @@ class GradientPass:
             device=self.processes.device,
         )
 
-    def _totals(
-        self,
-        policy: nn.Module,
-        groups: Sequence[TrainingGroup],
-        computed: Sequence[TrainingGroup],
-        batches: Sequence[MicroBatch],
-    ) -> StepTotals:
+    def _totals(self, policy: nn.Module, share: Share, active: Sequence[Sequence[int]]) -> StepTotals:
         """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
-        totals = replace(step_totals(groups), router_tokens=sequence_tokens(computed))
-        if self.settings.top_entropy_quantile >= 1.0 or not batches:
+        groups = share.groups
+        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
+        totals = replace(
+            step_totals(groups),
+            local_tokens=step_totals(share.owned_groups()).completion_tokens,
+            processes=self.processes.count,
+            router_tokens=sequence_tokens(computed),
+        )
+        if self.settings.top_entropy_quantile >= 1.0 or not any(active):
             return totals
-        entropies = torch.cat([stats.entropies for stats in self._statistics(policy, batches)])
-        in_loss = torch.cat([batch.tokens.loss_mask for batch in batches])
+        found = self.budget.fit(lambda: [stats.entropies for stats in self._statistics(policy, share)])
+        values_of = everyones(share, found, self.processes)
+        entropies = torch.cat(
+            [values[index] for values, indices in zip(values_of, active, strict=True) for index in indices]
+        )
+        in_loss = torch.cat(
+            [
+                torch.full((len(ids),), kept)
+                for group in computed
+                for ids, kept in zip(group.completion_ids, group.in_loss, strict=True)
+            ]
+        )
         threshold = entropy_threshold(entropies, in_loss, self.settings.top_entropy_quantile)
         kept = int(((entropies >= threshold) & in_loss).sum())
         return replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
@@ -234,11 +278,6 @@ def _with_prompts(batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, S
 def _tokens(groups: Sequence[TrainingGroup]) -> int:
     """Count completion tokens."""
     return sum(len(ids) for group in groups for ids in group.completion_ids)
-
-
-def _on_cpu(parts: Sequence[Tensor]) -> Tensor:
-    """Join the log-probabilities of micro-batches: float32 [C], in one transfer."""
-    return torch.cat(list(parts)).float().cpu() if parts else torch.empty(0)
 
 
 def _set_zero_gradient(policy: nn.Module) -> None:

@@ -78,6 +78,10 @@ class TokenBudget:
                 "(train.micro_batch_tokens)"
             )
 
+    def lower_to(self, tokens: int) -> None:
+        """Do as another process does, for which less fits."""
+        self.tokens = min(self.tokens, tokens)
+
     @contextmanager
     def guard(self, *, tokens: int, completions: int) -> Iterator[None]:
         """Run the forward or backward of one micro-batch.

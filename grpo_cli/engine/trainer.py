@@ -181,7 +181,8 @@ class Trainer:
         self._commit()
         if best is not None and state.step > 0:
             self._save()
-            stages.checkpoints.mark_best(best)
+            if stages.processes.is_main:
+                stages.checkpoints.mark_best(best)
 
     def _better(self, value: float) -> BestCheckpoint | None:
         """Give the new best, if the value is one."""

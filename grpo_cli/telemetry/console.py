@@ -50,17 +50,18 @@ class View(Protocol):
         ...
 
 
-def open_console(file: TextIO | None = None) -> Console:
+def open_console(file: TextIO | None = None, *, quiet: bool = False) -> Console:
     """Make the console of a command: colours where the terminal has them and `NO_COLOR` is not set; never an encoding error.
 
     Args:
         file: Where to; standard output if left out.
+        quiet: Show nothing.
     """
     stream = sys.stdout if file is None else file
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-    return Console(file=file, markup=False, highlight=False, emoji=False)
+    return Console(file=file, markup=False, highlight=False, emoji=False, quiet=quiet)
 
 
 def open_view(console: Console, total_steps: int) -> View:

@@ -21,6 +21,7 @@ class RunPlan:
         trained_parameters: Those that the optimizer moves.
         dtype: Of the weights, such as `float32`; with what autocast computes in, such as `float32, computing in bfloat16`.
         device: Such as `cpu` or `cuda:0`.
+        processes: How many train together.
         engine: Samples completions, such as `vLLM in this process`; None: the built-in engine.
         dataset: Where prompts come from.
         rows: Number of usable rows; None: streaming.
@@ -49,6 +50,7 @@ class RunPlan:
     trained_parameters: int
     dtype: str
     device: str
+    processes: int = 1
     engine: str | None = None
     dataset: str
     rows: int | None
@@ -98,7 +100,8 @@ def _model(plan: RunPlan) -> str:
     count = f"{magnitude(plan.parameters)} parameters"
     if plan.trained_parameters != plan.parameters:
         count += f" ({magnitude(plan.trained_parameters)} trained)"
-    return f"{plan.model}, {count}, {plan.dtype} on {plan.device}"
+    where = f"{plan.device} in {plan.processes} processes" if plan.processes > 1 else plan.device
+    return f"{plan.model}, {count}, {plan.dtype} on {where}"
 
 
 def _step(plan: RunPlan) -> str:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig
 
 from grpo_cli.engine import memory
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.memory import (
     LEAST_TOKENS,
     MOST_TOKENS,
@@ -130,7 +131,7 @@ def test_the_automatic_budget_is_the_largest_that_takes_half_of_what_will_be_lef
 
     def found(free: int | None) -> int:
         monkeypatch.setattr(memory, "free_memory", lambda _: free)
-        return automatic_micro_batch_tokens(policy, train=train, device=CPU)
+        return automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False))
 
     assert found(needed(policy, 512, train)) == 512
     assert found(needed(policy, 512, train) - 1) == 256
@@ -143,13 +144,16 @@ def test_frozen_weights_need_no_gradients_and_moments(tiny_model_folder: Path, m
     train = TrainSection()
     free = needed(policy, 512, train) - 1
     monkeypatch.setattr(memory, "free_memory", lambda _: free)
-    assert automatic_micro_batch_tokens(policy, train=train, device=CPU) == 256
+    assert automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False)) == 256
     policy.model.get_input_embeddings().requires_grad_(requires_grad=False)
-    assert automatic_micro_batch_tokens(policy, train=train, device=CPU) == 512
+    assert automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False)) == 512
 
 
 def test_a_model_of_unknown_size_gets_the_most_tokens(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
     policy.model.config = PreTrainedConfig()
     monkeypatch.setattr(memory, "free_memory", lambda _: 2**30)
-    assert automatic_micro_batch_tokens(policy, train=TrainSection(), device=CPU) == MOST_TOKENS["cpu"]
+    assert (
+        automatic_micro_batch_tokens(policy, train=TrainSection(), processes=Processes(bf16=False))
+        == MOST_TOKENS["cpu"]
+    )

@@ -1,0 +1,222 @@
+"""The same run in one process and in several: the same numbers, the same files, and one voice."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from e2e.experiment import Experiment, assert_same_run, completions, make_experiment, records, weights
+from many_processes import overrides, train_in
+
+from grpo_cli.engine.run import run
+from grpo_cli.recipe.load import load_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "grpo": {"grpo.loss_type": "grpo"},
+    "dr_grpo": {"grpo.loss_type": "dr_grpo"},
+    "dapo": {"grpo.loss_type": "dapo"},
+    "cispo": {"grpo.loss_type": "cispo", "grpo.epsilon_high": 5},
+    "sapo": {"grpo.loss_type": "sapo"},
+    "luspo": {"grpo.loss_type": "luspo", "grpo.importance_sampling_level": "sequence"},
+    "vespo": {"grpo.loss_type": "vespo"},
+    "reference": {"grpo.beta": 0.1, "grpo.sync_ref_model": True, "grpo.ref_model_sync_steps": 2},
+    "reused": {"grpo.num_iterations": 2, "grpo.steps_per_generation": 2},
+    "entropy": {"grpo.top_entropy_quantile": 0.5, "grpo.entropy_coef": 0.01},
+    "batch": {"grpo.scale_rewards": "batch", "train.max_grad_norm": 0.01, "grpo.mask_truncated_completions": True},
+    "padded": {"model.share_prefix": False},
+    "large batches": {"train.micro_batch_tokens": 4096},
+    "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
+    "evaluated": {"eval.dataset.name": "data.jsonl", "eval.every": 2},
+}
+SPREAD = ("processes/", "tokens/computed", "tokens/useful", "tokens_per_second", "time/", "step_time", "eval/time/")
+"""What depends on how the work is spread, or on a clock."""
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Experiment:
+    return make_experiment(
+        tmp_path_factory.mktemp("experiment"),
+        tiny_model_folder,
+        grpo={"num_generations": 3},
+        generation={"max_completion_length": 10},
+        train={"prompts_per_step": 3, "max_steps": 5, "learning_rate": 0.001},
+    )
+
+
+def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
+    return {**SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
+
+
+@pytest.fixture(scope="module")
+def in_two(experiment: Experiment) -> None:
+    """All settings, in two processes."""
+    train_in(2, [(experiment.recipe, changes(experiment, name, "two"), None) for name in SETTINGS], experiment.folder)
+
+
+def assert_close(mine: Path, theirs: Path) -> None:
+    """The same run, up to the order in which sums were made."""
+    for record, other in zip(records(mine), records(theirs), strict=True):
+        assert record.keys() - {"processes/imbalance"} == other.keys()
+        for name, value in record.items():
+            if not name.startswith(SPREAD):
+                expected = None if other[name] is None else pytest.approx(other[name], rel=1e-4, abs=5e-5)
+                assert value == expected, (name, record["step"])
+    my_weights, their_weights = weights(mine), weights(theirs)
+    for name, value in my_weights.items():
+        torch.testing.assert_close(value, their_weights[name], rtol=1e-4, atol=2e-5, msg=name)
+    texts = [[[row["completion"] for row in rows] for rows in completions(one).values()] for one in (mine, theirs)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("in_two")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_processes_train_as_one(experiment: Experiment, name: str) -> None:
+    alone = changes(experiment, name, "one")
+    run(load_recipe(experiment.recipe, overrides(alone)))
+    assert_close(experiment.output(f"two-{name}"), experiment.output(f"one-{name}"))
+
+
+def test_three_processes_with_less_work_than_processes_train_as_one(experiment: Experiment) -> None:
+    """Two completions a step: one process has nothing to do, and waits for nobody in vain."""
+    few: dict[str, object] = {"train.prompts_per_step": 1, "grpo.num_generations": 2}
+    run(load_recipe(experiment.recipe, overrides({**few, "train.output_dir": experiment.output("one-few")})))
+    train_in(
+        3, [(experiment.recipe, {**few, "train.output_dir": experiment.output("three-few")}, None)], experiment.folder
+    )
+    assert_close(experiment.output("three-few"), experiment.output("one-few"))
+
+
+def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(experiment: Experiment) -> None:
+    shared: dict[str, object] = {"grpo.num_iterations": 2, "grpo.beta": 0.1}
+
+    def job(output: str, resume: str | None, **more: object) -> tuple[Path, Mapping[str, object], str | None]:
+        places = {"train.output_dir": experiment.output(output), "train.save_steps": 3}
+        return experiment.recipe, {**shared, **places, **more}, resume
+
+    train_in(
+        2,
+        [
+            job("whole", None),
+            job("again", str(experiment.output("whole") / "checkpoints" / "step-000003")),
+        ],
+        experiment.folder,
+    )
+    recipe, changed, _ = job("alone", None)
+    run(load_recipe(recipe, overrides(changed)), resume=str(experiment.output("whole") / "checkpoints" / "step-000003"))
+    whole, again, alone = (experiment.output(name) for name in ("whole", "again", "alone"))
+    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=2e-5)
+
+
+class Launched:
+    """A running `grpo train --nproc 2`."""
+
+    def __init__(self, experiment: Experiment, output: str, *arguments: str) -> None:
+        self.output = experiment.output(output)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_cli", "train", str(experiment.recipe), "--nproc", "2"),
+                *(f"train.output_dir={self.output}", *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def wait_for_steps(self, steps: int) -> None:
+        deadline = time.monotonic() + 120
+        while not (self.output / "metrics.jsonl").exists() or len(records(self.output)) < steps:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """By rank."""
+        return {
+            int(child.environ()["RANK"]): child for child in psutil.Process(self.process.pid).children(recursive=True)
+        }
+
+    def end(self) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, output, errors
+
+
+ENDLESS = ("train.max_steps=100000",)
+
+
+def test_one_command_trains_in_two_processes_with_one_voice(experiment: Experiment) -> None:
+    launched = Launched(experiment, "launched")
+    code, output, errors = launched.end()
+    assert (code, errors) == (0, "")
+    run(load_recipe(experiment.recipe, [f"train.output_dir={experiment.output('not-launched')}"]))
+    assert_close(launched.output, experiment.output("not-launched"))
+    assert output.count(" on cpu in 2 processes") == 1
+    assert len(re.findall(r"^step +1/5", output, re.MULTILINE)) <= 1
+    assert output.count(str(launched.output / "final")) <= 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_run_goes_on_later(experiment: Experiment, number: signal.Signals, code: int) -> None:
+    name = f"stopped-{code}"
+    launched = Launched(experiment, name, *ENDLESS)
+    launched.wait_for_steps(2)
+    workers = launched.workers()
+    launched.process.send_signal(number)
+    ended, output, errors = launched.end()
+    assert ended == code, (output, errors)
+    assert errors.count("stopped by") == 1
+    assert "Traceback" not in errors
+    assert not any(worker.is_running() for worker in workers.values())
+    done = records(launched.output)[-1]["step"]
+    assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others_and_says_so(experiment: Experiment, rank: int) -> None:
+    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1")
+    launched.wait_for_steps(2)
+    workers = launched.workers()
+    workers[rank].kill()
+    began = time.monotonic()
+    code, output, errors = launched.end()
+    assert time.monotonic() - began < 30
+    assert code == 137, (output, errors)
+    assert not any(worker.is_running() for worker in workers.values())
+    assert "Traceback" not in errors
+    if rank == 1:
+        assert "another process of this run has ended" in errors
+        done = records(launched.output)[-1]["step"]
+        assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
+
+
+def test_an_error_is_told_once(experiment: Experiment) -> None:
+    launched = Launched(experiment, "wrong", "model.name_or_path=nowhere/to-be-found")
+    code, _, errors = launched.end()
+    assert code == 2
+    assert errors.count("error:") == 1
+    raising = Launched(experiment, "raising", "rewards.reward_funcs=[my_rewards.Counting.state_dict]")
+    code, _, errors = raising.end()
+    assert code in {2, 3}
+    assert errors.count("reward") >= 1
+    assert "Traceback" not in errors
+
+
+def test_same_run_in_the_same_number_of_processes(experiment: Experiment) -> None:
+    """Bit for bit: the order of sums does not depend on which process is faster."""
+    train_in(
+        2,
+        [(experiment.recipe, {"train.output_dir": experiment.output(name)}, None) for name in ("first", "second")],
+        experiment.folder,
+    )
+    assert_same_run(experiment.output("first"), experiment.output("second"))
