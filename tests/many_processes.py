@@ -10,12 +10,12 @@ from pathlib import Path
 from vllm_server import free_port
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from grpo_cli.engine.run import run
 from grpo_cli.recipe.load import load_recipe
 for recipe, overrides, resume in json.loads(sys.argv[1]):
-    run(load_recipe(Path(recipe), overrides), resume=resume)
+    run(load_recipe(Path(recipe), [one.replace("{rank}", os.environ["RANK"]) for one in overrides]), resume=resume)
 """
 
 Job = tuple[Path, Mapping[str, object], str | None]
@@ -26,13 +26,13 @@ def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
 
 
-def train_in(count: int, jobs: Sequence[Job], folder: Path) -> str:
-    """Do some runs one after another in the same processes, and give what they printed."""
+def launch(count: int, jobs: Sequence[Job], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Do some runs one after another in the same processes. `{rank}` in a change is the process's number."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     told = [(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    outcome = subprocess.run(
+    return subprocess.run(
         [*torchrun, "--master-port", str(free_port()), str(program), json.dumps(told)],
         capture_output=True,
         text=True,
@@ -40,5 +40,9 @@ def train_in(count: int, jobs: Sequence[Job], folder: Path) -> str:
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def train_in(count: int, jobs: Sequence[Job], folder: Path) -> None:
+    """Do some runs, all of which succeed."""
+    outcome = launch(count, jobs, folder)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return outcome.stdout

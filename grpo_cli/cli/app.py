@@ -87,7 +87,7 @@ def _tell(error: GrpoError | Interrupted) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         sys.stderr.write(f"{_message(error)}\n")
-    elif not isinstance(error, Interrupted | LostProcessError):
+    elif not isinstance(error, Interrupted | LostProcessError | RecipeError):  # of the recipe, all have the same
         time.sleep(SECONDS_FOR_THE_FIRST)
         sys.stderr.write(f"process {rank}: {_message(error)}\n")
 

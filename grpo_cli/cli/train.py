@@ -1,5 +1,6 @@
 """`grpo train`: run a recipe."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+from grpo_cli.cli.slurm_step import join_slurm_step
 
 
 def train(
@@ -32,7 +34,7 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and exit with 130 and 143; --resume continues from there, with the same result as if
     the run had never stopped.
 
-    Under `accelerate launch` and `torchrun` the command joins the processes that were launched; --nproc launches them itself.
+    Under `accelerate launch`, `torchrun` and `srun` the command joins the processes that were launched; --nproc launches them itself.
 
     \b
     Examples:
@@ -44,12 +46,16 @@ def train(
     """  # noqa: D301  \b keeps the lines apart
     from grpo_cli.recipe.load import load_recipe
 
+    join_slurm_step()
     loaded = load_recipe(recipe, overrides or [])
 
-    from grpo_cli.engine.launch import is_launched, launch
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if nproc > 1 and launched == 1:
+        from grpo_cli.engine.launch import launch
 
-    if nproc > 1 and not is_launched():
         raise typer.Exit(launch(nproc, sys.argv[1:]))
+    if nproc not in {1, launched}:
+        raise typer.BadParameter(f"{launched} processes were launched already", param_hint="--nproc")
 
     from grpo_cli.engine.run import run
 

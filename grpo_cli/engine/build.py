@@ -203,7 +203,7 @@ def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, 
     """Take the budget that the recipe asks for, or find one; all models are on the device by now."""
     asked = train.micro_batch_tokens
     tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes) if asked is None else asked
-    return TokenBudget(tokens, asked=asked, device=processes.device, say=recorder.say)
+    return TokenBudget(tokens, asked=asked, device=processes.device, say=recorder.say, sharing=processes.sharing_memory)
 
 
 def objective_settings(

@@ -1,4 +1,4 @@
-"""Accelerate, and nothing of it anywhere else: processes, devices, wrapping, backward, clipping, reduction, export of weights."""
+"""Accelerate, and nothing of it anywhere else but its launcher: processes, devices, wrapping, backward, clipping, reduction, export of weights."""
 
 import json
 import os
@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from grpo_cli.errors import LostProcessError, TrainingError
@@ -23,6 +22,9 @@ PATIENCE = timedelta(days=7)
 
 BUCKET_BYTES = 64 << 20
 """Gradients that are summed over processes in one message."""
+
+
+_KINDS = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 class Processes:
@@ -50,6 +52,12 @@ class Processes:
                 f"{launched} processes were launched (WORLD_SIZE), but Accelerate knows of {self.count}",
                 hint="start them with `grpo train --nproc`, `accelerate launch` or `torchrun`",
             )
+        kind = self._accelerator.distributed_type
+        if kind not in _KINDS:
+            raise TrainingError(
+                f"the processes were launched for {kind.value}, which this version does not train with",
+                hint="launch them without DeepSpeed and FSDP",
+            )
         # What the processes tell each other are numbers and bytes in main memory, also where they train on GPUs.
         self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
 
@@ -65,23 +73,50 @@ class Processes:
         return torch.device("cpu") if device.type == "cpu" else device  # Accelerate numbers it
 
     @property
-    def on_this_machine(self) -> int:
-        """How many of the processes share this machine's memory."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", str(self.count)))
+    def sharing_memory(self) -> int:
+        """How many of the processes compute in the same memory as this one."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", str(self.count))) if self.device.type == "cpu" else 1
 
     def prepare(self, policy: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Move the policy to its device and wrap both for this run's precision and parallelism.
+        """Move the policy to its device, and fit both to this run's precision.
+
+        The policy is not wrapped for several processes: torch's wrapper wants the same number of backward passes from each and a second
+        copy of the gradients. `sum_gradients` does without.
 
         Raises:
-            TrainingError: If the policy of several processes comes back unwrapped: each would train a model of its own.
+            TrainingError: If the processes have not loaded the same weights.
         """
-        wrapped, optimizer = self._accelerator.prepare(policy, optimizer)
-        if self.count > 1:
-            if not isinstance(wrapped, DistributedDataParallel):
-                raise TrainingError(f"Accelerate left the policy of {self.count} processes a {type(wrapped).__name__}")
-            # Buffers are constants; sent before the first forward, they would let a process wait that has nothing to feed.
-            wrapped.require_forward_param_sync = False
-        return wrapped, optimizer
+        prepared = self._accelerator.prepare_model(policy, evaluation_mode=True)
+        self._check_same_weights(prepared)
+        return prepared, self._accelerator.prepare_optimizer(optimizer)
+
+    def _check_same_weights(self, policy: nn.Module) -> None:
+        if self.count == 1:
+            return
+        sums = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in policy.parameters()]
+        first, *others = (
+            torch.tensor(json.loads(one), dtype=torch.float64) for one in self.gather(json.dumps(sums).encode())
+        )
+        for rank, theirs in enumerate(others, start=1):
+            if theirs.shape != first.shape or not torch.allclose(theirs, first, equal_nan=True):
+                raise TrainingError(
+                    f"process {rank} has loaded other weights than process 0",
+                    hint="is model.name_or_path the same folder for all of them, and is it complete?",
+                )
+
+    def check_same(self, value: Any, what: str) -> None:
+        """Check that all processes have the same of something that JSON can hold.
+
+        Raises:
+            TrainingError: If one has another.
+        """
+        first, *others = self.gather(json.dumps(value, sort_keys=True, default=str).encode())
+        for rank, theirs in enumerate(others, start=1):
+            if theirs != first:
+                raise TrainingError(
+                    f"process {rank} has other {what} than process 0",
+                    hint="all processes must be started with the same command, and a dataset's function must give all the same rows",
+                )
 
     def prepare_frozen(self, policy: nn.Module) -> nn.Module:
         """Move a model that is never trained to its device, in this run's precision."""
@@ -96,12 +131,6 @@ class Processes:
     def autocast(self) -> Iterator[None]:
         """Compute in this run's precision, for models that are called without their wrapper."""
         with self._accelerator.autocast():
-            yield
-
-    @contextmanager
-    def own_gradients(self, policy: nn.Module) -> Iterator[None]:
-        """Let backward passes fill the gradients of this process alone, until `sum_gradients`: each may make as many as it likes."""
-        with self._accelerator.no_sync(policy):
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -119,6 +148,9 @@ class Processes:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in _buckets([parameter.grad for parameter in trained if parameter.grad is not None]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():  # a large one, of which there is no room for a copy
+                self._exchange(torch.distributed.all_reduce, bucket[0])
+                continue
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             self._exchange(torch.distributed.all_reduce, flat)
             for gradient, summed in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
@@ -182,8 +214,9 @@ class Processes:
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
             raise LostProcessError(
-                "another process of this run has ended",
+                f"another process of this run has ended: {reason}",
                 hint="if it did not say why, it was killed: is there enough memory?",
             ) from error
 

@@ -132,8 +132,7 @@ def _room(policy: PolicyModel, processes: Processes) -> float | None:
     free = free_memory(processes.device)
     if free is None:
         return None
-    sharing = processes.on_this_machine if processes.device.type == "cpu" else 1
-    return SAFE_SHARE * (free / sharing - 3 * _trained_bytes(policy))
+    return SAFE_SHARE * (free / processes.sharing_memory - 3 * _trained_bytes(policy))
 
 
 def _trained_bytes(policy: PolicyModel) -> int:

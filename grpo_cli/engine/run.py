@@ -74,7 +74,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
             recorder = _open_recorder(inputs, console)
             stack.callback(recorder.close)
             trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals, stack)
-            processes.gather(b"built")  # so that nobody reads any more what the main process now removes
+            _check_agreement(trainer, inputs)
         if processes.is_main and not exists:
             stack.enter_context(locked(output_dir))
             refuse_to_overwrite(output_dir)  # another run may have come and gone while this one was loading
@@ -163,6 +163,14 @@ def _build_trainer(
         )
     settings = loop_settings(recipe, output_dir=inputs.output_dir, length=inputs.length)
     return Trainer(stages, settings, state, signals)
+
+
+def _check_agreement(trainer: Trainer, inputs: Inputs) -> None:
+    """Check that the processes do the same run. After it, nobody reads any more what the main one removes."""
+    gradients = trainer.stages.gradients
+    forward = {"shares_prefix": gradients.shares_prefix, "splits_prompts": gradients.splits_prompts}
+    inputs.processes.check_same(dataclasses.asdict(inputs.recipe), "settings in its recipe")
+    inputs.processes.check_same({**forward, "step": trainer.state.step}, "ways to compute, or another checkpoint,")
 
 
 def _take_directory(trainer: Trainer, inputs: Inputs, resumed: Resumed) -> None:

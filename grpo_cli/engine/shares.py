@@ -77,22 +77,26 @@ def shares(
         for index, ids in enumerate(group.completion_ids)
     ]
     highest = sum(row.prompt + row.completion for row in rows)
-    limit = bisect_left(
-        range(highest), True, key=lambda most: len(_cut(rows, most, shares_prefix=shares_prefix)) <= count
+    limit = (
+        highest
+        if count == 1
+        else bisect_left(
+            range(highest), True, key=lambda most: len(_cut(rows, most, shares_prefix=shares_prefix)) <= count
+        )
     )
     parts = _cut(rows, limit, shares_prefix=shares_prefix)
     parts += [[] for _ in range(count - len(parts))]
-    return [
-        Share(
-            groups=groups,
-            owned=[[row.index for row in part if row.group == number] for number in range(len(groups))],
-            computed=[
-                [row.index for row in part if row.group == number and row.index in active[number]]
-                for number in range(len(groups))
-            ],
-        )
-        for part in parts
-    ]
+    return [_share(part, groups, active) for part in parts]
+
+
+def _share(part: Sequence[_Row], groups: Sequence[TrainingGroup], active: Sequence[Sequence[int]]) -> Share:
+    owned: list[list[int]] = [[] for _ in groups]
+    computed: list[list[int]] = [[] for _ in groups]
+    for row in part:
+        owned[row.group].append(row.index)
+        if row.index in active[row.group]:
+            computed[row.group].append(row.index)
+    return Share(groups=groups, owned=owned, computed=computed)
 
 
 def everyones(share: Share, found: Sequence[Tensor], processes: Processes) -> list[tuple[Tensor, ...]]:

@@ -1,5 +1,6 @@
 """A rollout engine that is many: every process samples its part of the prompts, and all get all completions."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class SpreadRollouts:
             mine = self._engine.generate(
                 prompts[rank::parts], sampling, num_generations=num_generations, seed_key=seed_key
             )
+        self._processes.check_same(_digest(prompts), "prompts")
         told = [unpacked(message) for message in self._processes.gather(packed([one.completions for one in mine]))]
         return [
             Group(prompt=prompt, completions=told[number % parts][number // parts])
@@ -64,6 +66,10 @@ class SpreadRollouts:
         """Close this process's engine."""
         if self._engine is not None:
             self._engine.close()
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    return hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
 
 
 def packed(groups: Sequence[Sequence[Completion]]) -> bytes:

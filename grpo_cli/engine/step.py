@@ -1,8 +1,9 @@
 """One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
 
+import functools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -53,11 +54,11 @@ class StepGradient:
         """All completions of the step."""
         return self.share.groups
 
-    @property
     def logps(self) -> list[tuple[Tensor, ...]]:
         """Log-probabilities under the weights that the gradient is of: per group G tensors, float32 [L], CPU; zeros for what was left out.
 
-        They come from the device only when they are asked for: most runs go over a step once and do not read them.
+        They come from the device, and from the other processes, only when they are asked for: most runs go over a step once and do not
+        read them. All processes ask, or none.
         """
         return everyones(self.share, self.current, self.processes)
 
@@ -93,10 +94,15 @@ class GradientPass:
         active = self._active(groups)
         share = self._share(groups, active)
         totals = self._totals(policy, share, active)
-        expert_shares = self._expert_shares(policy, share)
+        expert_shares = functools.partial(self._expert_shares, policy, share)
+        if self.processes.count > 1:  # all compute them together, now, and not whenever one runs out of memory
+            known = expert_shares()
+            expert_shares = functools.partial(lambda found: found, known)
         began = time.monotonic()
         outcomes, current = self.budget.fit(
-            lambda: self._accumulate(policy, share, logps, totals=totals, expert_shares=expert_shares)
+            lambda: self._accumulate(
+                policy, share, logps, totals=totals, expert_shares=expert_shares, idle=not any(active)
+            )
         )
         seconds = time.monotonic() - began
         metrics = merge([self.processes.merge(merge(outcomes)), self._imbalance(seconds)])
@@ -125,48 +131,49 @@ class GradientPass:
         logps: Sequence[PolicyLogps],
         *,
         totals: StepTotals,
-        expert_shares: Tensor | None,
+        expert_shares: Callable[[], Tensor | None],
+        idle: bool,
     ) -> tuple[list[Metrics], list[Tensor]]:
         """Make the gradients of this process's share; give its metrics, and the log-probabilities per micro-batch."""
         policy.zero_grad(set_to_none=True)
+        shares_of_experts = expert_shares()
         batches = self._batches(share, logps)
         skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
         current: list[Tensor] = []
-        if not batches:
+        if idle:  # in all processes: what only this one leaves out, others add
             _set_zero_gradient(policy)
-        with self.processes.own_gradients(policy):
-            for batch, prompt in _with_prompts(batches):
-                with self._guard(batch):
-                    stats: TokenStats = policy(
-                        batch.segments,
-                        entropy_grad=self.settings.entropy_coef != 0,
-                        routers=self._balances_experts,
-                        expert_shares=expert_shares,
-                        prompt=prompt,
-                    )
-                    output = loss(stats, batch.tokens, totals, self.settings)
-                    self.processes.backward(output.loss)
-                step_share: dict[str, MetricValue] = {
-                    "loss": Sum(output.loss.item()),
-                    "tokens/useful": Sum(stats.tokens_useful),
-                    "tokens/computed": Sum(stats.tokens_computed),
-                }
-                outcomes.append({**output.metrics, **step_share})
-                current.append(stats.logps.detach())
-                if prompt is not None and not batch.goes_on:
-                    self._backward_of(prompt)
-                # The next micro-batch has other sizes, for which the room that this one leaves is too small.
-                trim_heap(self.processes.device)
+        for batch, prompt in _with_prompts(batches):
+            with self._guard(batch):
+                stats: TokenStats = policy(
+                    batch.segments,
+                    entropy_grad=self.settings.entropy_coef != 0,
+                    routers=self._balances_experts,
+                    expert_shares=shares_of_experts,
+                    prompt=prompt,
+                )
+                output = loss(stats, batch.tokens, totals, self.settings)
+                self.processes.backward(output.loss)
+            step_share: dict[str, MetricValue] = {
+                "loss": Sum(output.loss.item()),
+                "tokens/useful": Sum(stats.tokens_useful),
+                "tokens/computed": Sum(stats.tokens_computed),
+            }
+            outcomes.append({**output.metrics, **step_share})
+            current.append(stats.logps.detach())
+            if prompt is not None and not batch.goes_on:
+                self._backward_of(prompt)
+            # The next micro-batch has other sizes, for which the room that this one leaves is too small.
+            trim_heap(self.processes.device)
         return outcomes, current
 
     def _imbalance(self, seconds: float) -> Metrics:
         """Tell how much longer than the processes' mean the slowest one took for its gradients."""
         if self.processes.count == 1:
             return {}
-        everyones = [float(told) for told in self.processes.gather(str(seconds).encode())]
-        return {"processes/imbalance": Mean(max(everyones) / mean(everyones), 1)}
+        told = [float(one) for one in self.processes.gather(str(seconds).encode())]
+        return {"processes/imbalance": Mean(max(told) / mean(told), 1)}
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""
@@ -197,6 +204,8 @@ class GradientPass:
         )
         mine = [[*(one.shares * one.tokens).tolist(), one.tokens] for one in found]
         told = [row for rows in self.processes.gather(json.dumps(mine).encode()) for row in json.loads(rows)]
+        if not told:
+            return None
         *experts, tokens = torch.tensor(told, dtype=torch.float64).sum(dim=0).unbind()
         return (torch.stack(experts) / tokens).to(self.processes.device, torch.float32)
 

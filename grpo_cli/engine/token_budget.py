@@ -33,16 +33,20 @@ class TokenBudget:
         tokens: Where it begins.
         asked: `train.micro_batch_tokens`, which `tokens` is if it is not None.
         device: Where the models are.
+        sharing: Processes that take of the same memory; what fits with some of them does not with more.
         say: Told when the budget falls.
 
     Attributes:
         tokens: The budget now.
     """
 
-    def __init__(self, tokens: int, *, asked: int | None, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, tokens: int, *, asked: int | None, device: torch.device, say: Callable[[str], None], sharing: int = 1
+    ) -> None:
         self.tokens = tokens
         self._asked = asked
         self._device = device
+        self._sharing = sharing
         self._say = say
 
     @property
@@ -80,7 +84,9 @@ class TokenBudget:
 
     def lower_to(self, tokens: int) -> None:
         """Do as another process does, for which less fits."""
-        self.tokens = min(self.tokens, tokens)
+        if tokens < self.tokens:
+            self.tokens = tokens
+            self._say(f"out of memory in another process: from here on micro-batches have {tokens:,} tokens at most")
 
     @contextmanager
     def guard(self, *, tokens: int, completions: int) -> Iterator[None]:
@@ -98,9 +104,10 @@ class TokenBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state for a checkpoint, as JSON."""
-        return {"tokens": self.tokens, "asked": self._asked, "device": self._device.type}
+        return {"tokens": self.tokens, "asked": self._asked, "device": self._device.type, "sharing": self._sharing}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a checkpoint's budget, unless the recipe now asks for another or the kind of device is another."""
-        if (state["asked"], state["device"]) == (self._asked, self._device.type):
+        """Go on with a checkpoint's budget, unless the recipe now asks for another, or the memory is another."""
+        before = (state["asked"], state["device"], state.get("sharing", 1))
+        if before == (self._asked, self._device.type, self._sharing):
             self.tokens = int(state["tokens"])

@@ -75,7 +75,7 @@ class Trainer:
                 gradient = stages.gradients.accumulate(stages.policy, groups, logps)
             self._watch_correction(gradient, logps)
             if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
-                window = window.with_old(0, gradient.logps)
+                window = window.with_old(0, gradient.logps())
 
         self._restart = None  # from here to the commit, weights and state do not belong together
         with clock.phase("optimizer"):
@@ -103,7 +103,7 @@ class Trainer:
         correction = self.stages.gradients.settings.correction
         if correction is None:
             return
-        old = [entry.old for entry in logps if entry.old is not None] or gradient.logps
+        old = [entry.old for entry in logps if entry.old is not None] or gradient.logps()
         masked = masked_completions(gradient.groups, gradient.active, old, correction)
         for warning in self.stages.health.observe_masked(masked):
             self.stages.recorder.warn(warning.key, warning.message)

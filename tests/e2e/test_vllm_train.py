@@ -188,7 +188,7 @@ def serve(folder: Path, model: Path, port: int) -> VllmServer:
 def test_runs_attach_to_a_server_one_after_another(
     colocated: tuple[Experiment, str], model: Path, tmp_path: Path
 ) -> None:
-    """The first is killed in the middle, without a word to the server; the second goes on with the same one."""
+    """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes."""
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
     with serve(tmp_path, model, port):
@@ -202,7 +202,13 @@ def test_runs_attach_to_a_server_one_after_another(
         assert f"  engine    vLLM server http://127.0.0.1:{port}\n" in output
         outcome = train(experiment, "--resume")
         assert outcome.returncode == 0, outcome.stderr
-    assert_vllm_sampled(experiment)
-    mine, other = weights(experiment.output()), weights(colocated[0].output())
-    for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, other[name], atol=1e-3, rtol=0, msg=f"{name}: the same run in another mode")
+        two = make(tmp_path / "two", model, mode="server", server_port=port)
+        outcome = train(two, "--nproc", "2")
+        assert outcome.returncode == 0, outcome.stderr
+    for one in (experiment, two):
+        assert_vllm_sampled(one)
+        mine, other = weights(one.output()), weights(colocated[0].output())
+        for name, tensor in mine.items():
+            torch.testing.assert_close(
+                tensor, other[name], atol=1e-3, rtol=0, msg=f"{name}: the same run in another mode"
+            )

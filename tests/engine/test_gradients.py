@@ -158,7 +158,7 @@ def test_log_probabilities_come_back_in_their_places_from_both_passes(
     groups[2].advantages[3] = 0.0
     step = gradient_pass(settings_of("dapo", **changes), 25)
     entries = drifted(groups) if changes else [PolicyLogps() for _ in groups]
-    looked, trained = step.logps(policy, groups), step.accumulate(policy, groups, entries).logps
+    looked, trained = step.logps(policy, groups), step.accumulate(policy, groups, entries).logps()
     zeros = 0
     for group, *passes in zip(groups, looked, trained, strict=True):
         for index, (ids, *found) in enumerate(zip(group.completion_ids, *passes, strict=True)):

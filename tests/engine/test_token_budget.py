@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.engine.distributed import Processes
@@ -109,6 +110,25 @@ def test_the_gradient_is_that_of_a_run_that_began_with_the_lower_budget(
     assert any(not torch.equal(value, whole[name]) for name, value in lowered.items()), "this split rounds differently"
 
 
+def test_experts_are_balanced_over_the_whole_step_also_after_running_out_of_memory(
+    groups: list[TrainingGroup], tmp_path: Path
+) -> None:
+    """A step that fitted into one micro-batch needs no pass to count tokens beforehand; cut into several, it does."""
+    folder = build_tiny_model(tmp_path, "qwen3_moe")
+
+    def gradients(budget: int) -> dict[str, torch.Tensor]:
+        policy = SmallMemory(folder, most=60, fails="backward")
+        step = gradient_pass(budget, [], router_aux_loss_coef=0.5)
+        step.accumulate(policy, groups, [PolicyLogps() for _ in groups])
+        assert policy.failures == (budget == 4000)
+        return {name: value.grad for name, value in policy.named_parameters() if value.grad is not None}
+
+    lowered, straight = gradients(4000), gradients(60)
+    assert lowered.keys() == straight.keys()
+    for name, value in lowered.items():
+        torch.testing.assert_close(value, straight[name], rtol=1e-4, atol=1e-6)
+
+
 def test_a_pass_that_only_looks_is_repeated_too(groups: list[TrainingGroup], tiny_model_folder: Path) -> None:
     told: list[str] = []
     step = gradient_pass(4000, told)
@@ -178,15 +198,15 @@ def test_a_micro_batch_is_measured_as_it_is_split(make_group: Callable[..., Trai
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "expected"),
-    [(None, "cpu", 300), (500, "cpu", 2048), (None, "cuda", 2048)],
-    ids=["as before", "the recipe asks", "another device"],
+    ("asked", "device", "sharing", "expected"),
+    [(None, "cpu", 1, 300), (500, "cpu", 1, 2048), (None, "cuda", 1, 2048), (None, "cpu", 8, 2048)],
+    ids=["as before", "the recipe asks", "another device", "more processes"],
 )
 def test_a_lowered_budget_is_resumed_unless_recipe_or_device_changed(
-    asked: int | None, device: str, expected: int
+    asked: int | None, device: str, sharing: int, expected: int
 ) -> None:
     lowered = TokenBudget(300, asked=None, device=CPU, say=print).state_dict()
-    budget = TokenBudget(2048, asked=asked, device=torch.device(device), say=print)
+    budget = TokenBudget(2048, asked=asked, device=torch.device(device), say=print, sharing=sharing)
     budget.load_state_dict(lowered)
     assert budget.tokens == expected
     assert budget.automatic == (asked is None)
