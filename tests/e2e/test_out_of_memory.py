@@ -165,18 +165,18 @@ def command(experiment: Experiment, *changes: str, address_space: int | None = N
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_a_run_under_ulimit_finds_what_fits(tmp_path: Path) -> None:
-    """A step of 12 prompts of 450 tokens. One at a time fits into the limit by construction, and all at once do not.
+    """A step of 16 prompts of 450 tokens. One at a time fits into the limit by construction, and all at once do not.
 
     The run that is told to take all at once comes down to what fits, and is then the run that was told so; the one that is told
     nothing sees the limit, and does not even try.
     """
-    model = build_tiny_model(tmp_path / "model", hidden_size=256, num_layers=6)
-    rows = [{"prompt": f"{number} " * 150} for number in range(10, 22)]
+    model = build_tiny_model(tmp_path / "model", hidden_size=256, num_layers=8)
+    rows = [{"prompt": f"{number} " * 150} for number in range(10, 26)]
     experiment = make_experiment(
         tmp_path,
         model,
         rewards={"reward_funcs": ["my_rewards.few_letters"]},
-        train={"prompts_per_step": 12, "max_steps": 1, "gradient_checkpointing": False},
+        train={"prompts_per_step": 16, "max_steps": 1, "gradient_checkpointing": False},
         generation={"max_completion_length": 4, "max_num_seqs": 2},
     )
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
