@@ -23,8 +23,8 @@ PATIENCE = timedelta(days=7)
 BUCKET_BYTES = 64 << 20
 """Gradients that are summed over processes in one message."""
 
-
 _KINDS = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+"""What Accelerate may have made of the processes: the same model in each."""
 
 
 class Processes:
@@ -86,7 +86,7 @@ class Processes:
         Raises:
             TrainingError: If the processes have not loaded the same weights.
         """
-        prepared = self._accelerator.prepare_model(policy, evaluation_mode=True)
+        prepared = self._place(policy)
         self._check_same_weights(prepared)
         return prepared, self._accelerator.prepare_optimizer(optimizer)
 
@@ -120,8 +120,11 @@ class Processes:
 
     def prepare_frozen(self, policy: nn.Module) -> nn.Module:
         """Move a model that is never trained to its device, in this run's precision."""
-        prepared: nn.Module = self._accelerator.prepare_model(policy, evaluation_mode=True)
-        return prepared
+        return self._place(policy)
+
+    def _place(self, policy: nn.Module) -> nn.Module:
+        placed: nn.Module = self._accelerator.prepare_model(policy, evaluation_mode=True)
+        return placed
 
     def unwrap(self, policy: nn.Module) -> Any:
         """Give the policy without wrappers."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load, save
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.metrics import from_plain, to_plain
 from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.scoring.runtime import RewardScorer, Scores
@@ -68,16 +68,15 @@ class SharedScorer:
         """
         if self._scorer is not None:
             scores = self._scorer.score(groups, trainer_state)
-            self._processes.from_main(_packed(scores))
+            self._processes.from_main(_message(scores))
             return scores
-        tensors = load(self._processes.from_main(None))
-        told = json.loads(tensors["told"].numpy().tobytes())
+        tensors, told = unpacked(self._processes.from_main(None))
         return Scores(
             groups=tuple(
                 ScoredGroup(group=group, rewards=rewards, extras={}, dropped=dropped)
                 for group, rewards, dropped in zip(
                     groups,
-                    tensors["rewards"].split([len(group.completions) for group in groups]),
+                    torch.split(tensors["rewards"], [len(group.completions) for group in groups]),
                     told["dropped"],
                     strict=True,
                 )
@@ -101,16 +100,10 @@ class SharedScorer:
             self._scorer.close()
 
 
-def _packed(scores: Scores) -> bytes:
+def _message(scores: Scores) -> bytes:
     told = {
         "dropped": [one.dropped for one in scores.groups],
         "metrics": to_plain(scores.metrics),
         "problems": list(scores.problems),
     }
-    message: bytes = save(
-        {
-            "rewards": torch.cat([one.rewards for one in scores.groups]),
-            "told": torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8),
-        }
-    )
-    return message
+    return packed({"rewards": torch.cat([one.rewards for one in scores.groups])}, told)

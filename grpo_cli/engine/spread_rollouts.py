@@ -3,13 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -45,7 +44,9 @@ class SpreadRollouts:
                 prompts[rank::parts], sampling, num_generations=num_generations, seed_key=seed_key
             )
         self._processes.check_same(_digest(prompts), "prompts")
-        told = [unpacked(message) for message in self._processes.gather(packed([one.completions for one in mine]))]
+        told = [
+            _completions(message) for message in self._processes.gather(_message([one.completions for one in mine]))
+        ]
         return [
             Group(prompt=prompt, completions=told[number % parts][number // parts])
             for number, prompt in enumerate(prompts)
@@ -72,8 +73,7 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
 
 
-def packed(groups: Sequence[Sequence[Completion]]) -> bytes:
-    """Write completions as safetensors, in which nothing can be executed."""
+def _message(groups: Sequence[Sequence[Completion]]) -> bytes:
     flat = [completion for group in groups for completion in group]
     told = {
         "sizes": [len(group) for group in groups],
@@ -82,21 +82,16 @@ def packed(groups: Sequence[Sequence[Completion]]) -> bytes:
         "finish_reasons": [one.finish_reason.value for one in flat],
         "policy_versions": [one.policy_version for one in flat],
     }
-    message: bytes = save(
-        {
-            "ids": torch.tensor([token for one in flat for token in one.ids], dtype=torch.int64),
-            "logps": torch.cat([one.logps for one in flat]) if flat else torch.empty(0),
-            "told": torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8),
-        }
-    )
-    return message
+    tensors = {
+        "ids": torch.tensor([token for one in flat for token in one.ids], dtype=torch.int64),
+        "logps": torch.cat([one.logps for one in flat]) if flat else torch.empty(0),
+    }
+    return packed(tensors, told)
 
 
-def unpacked(message: bytes) -> list[tuple[Completion, ...]]:
-    """Undo `packed`."""
-    tensors = load(message)
-    told: dict[str, Any] = json.loads(tensors["told"].numpy().tobytes())
-    ids, logps = (tensors[name].split(told["lengths"]) for name in ("ids", "logps"))
+def _completions(message: bytes) -> list[tuple[Completion, ...]]:
+    tensors, told = unpacked(message)
+    ids, logps = (torch.split(tensors[name], told["lengths"]) for name in ("ids", "logps"))
     rest = zip(ids, logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
     return [
         tuple(

@@ -1,9 +1,8 @@
 """One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
 
-import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -94,10 +93,8 @@ class GradientPass:
         active = self._active(groups)
         share = self._share(groups, active)
         totals = self._totals(policy, share, active)
-        expert_shares = functools.partial(self._expert_shares, policy, share)
-        if self.processes.count > 1:  # all compute them together, now, and not whenever one runs out of memory
-            known = expert_shares()
-            expert_shares = functools.partial(lambda found: found, known)
+        # Together, and not whenever one process runs out of memory.
+        expert_shares = self._expert_shares(policy, share) if self.processes.count > 1 else None
         began = time.monotonic()
         outcomes, current = self.budget.fit(
             lambda: self._accumulate(
@@ -131,12 +128,13 @@ class GradientPass:
         logps: Sequence[PolicyLogps],
         *,
         totals: StepTotals,
-        expert_shares: Callable[[], Tensor | None],
+        expert_shares: Tensor | None,
         idle: bool,
     ) -> tuple[list[Metrics], list[Tensor]]:
         """Make the gradients of this process's share; give its metrics, and the log-probabilities per micro-batch."""
         policy.zero_grad(set_to_none=True)
-        shares_of_experts = expert_shares()
+        if self.processes.count == 1:  # it depends on how the step is split now
+            expert_shares = self._expert_shares(policy, share)
         batches = self._batches(share, logps)
         skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
@@ -150,7 +148,7 @@ class GradientPass:
                     batch.segments,
                     entropy_grad=self.settings.entropy_coef != 0,
                     routers=self._balances_experts,
-                    expert_shares=shares_of_experts,
+                    expert_shares=expert_shares,
                     prompt=prompt,
                 )
                 output = loss(stats, batch.tokens, totals, self.settings)
