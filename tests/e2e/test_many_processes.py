@@ -210,7 +210,7 @@ def test_tasks_of_a_slurm_step_train_together(experiment: Experiment) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_the_run_goes_on_later(experiment: Experiment, number: signal.Signals, code: int) -> None:
+def test_a_signal_saves_and_ends_all(experiment: Experiment, number: signal.Signals, code: int) -> None:
     name = f"stopped-{code}"
     launched = Launched(experiment, name, *ENDLESS)
     launched.wait_for_steps(2)

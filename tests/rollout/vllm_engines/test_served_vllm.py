@@ -118,7 +118,7 @@ class TestServed:
         assert not served.ask("GET", "/grpo/status").json()["paused"]
 
     def test_status_answers_while_completions_are_sampled(self, served: VllmServer) -> None:
-        body = {"prompt": [72, 105], "n": 16, "max_tokens": 200, "ignore_eos": True}
+        body = {"prompt": [72, 105], "n": 16, "max_tokens": 400, "ignore_eos": True}
         waits = []
         # One client: to make one takes so long that it would be measured.
         with (
@@ -193,7 +193,7 @@ def test_a_checksum_is_that_of_all_copies_of_the_model(checksums: tuple[str | No
 class TestKilled:
     """`kill -9`, which nothing can catch."""
 
-    @pytest.mark.parametrize("who", ["supervisor and server", "engine"])
+    @pytest.mark.parametrize("who", ["supervisor", "supervisor and server", "engine"])
     def test_nothing_stays(self, who: str, model_folder: Path, tmp_path: Path) -> None:
         server = VllmServer(tmp_path, model_folder)
         try:
@@ -205,6 +205,7 @@ class TestKilled:
                 if process.parent() == offspring[0] and "tracker" not in str(process.cmdline())
             ]
             victims = {
+                "supervisor": [server.process.pid],
                 "supervisor and server": [server.process.pid, offspring[0].pid],
                 "engine": [engine[0].pid],
             }[who]

@@ -328,8 +328,10 @@ def _packed(weights: list[tuple[str, Tensor]]) -> Iterator[Bucket]:
     return pack(weights, bucket_bytes=1 << 16)
 
 
-def test_a_worker_says_what_it_received(vllm_engine: Vllm, tiny_llama: Any) -> None:
+def test_a_worker_says_what_it_received(vllm_engine: Vllm, tiny_llama: Any, tiny_llama_folder: Path) -> None:
     nothing = [{"checksum": None, "tensors": None, "bytes": None}]
+    vllm_engine.build(tiny_llama_folder)
+    assert vllm_engine.ask("weights") == nothing
     weights = weights_of(tiny_llama)
     sent = send(vllm_engine, weights)
     (received,) = vllm_engine.ask("weights")
