@@ -6,7 +6,8 @@
 
 A step is: sample completions, the reference's log-probabilities, forward and backward, optimizer. Both sides train the same model on
 the same prompts and, token for token, the same completions, and have to come to the same gradient. They take turns, one step each,
-this project first and last; medians are compared.
+this project first and last; medians are compared. This project is measured twice: as it is by default, and with
+`train.gradient_checkpointing: true`, which keeps less for the backward pass, as TRL does by default.
 """
 
 import argparse
@@ -46,8 +47,30 @@ GRADIENT_TOLERANCE = 1e-3
 Workers = dict[str, tuple[Worker, dict[str, int]]]
 """By side its process, and what its memory is with the weights alone."""
 
-SIDES = {"grpo": Path(sys.executable), "trl": Path(__file__).parents[2] / ".venv-trl/bin/python"}
-"""The interpreters, each with its own packages."""
+TRL_PYTHON = Path(__file__).parents[2] / ".venv-trl/bin/python"
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A measured process.
+
+    Attributes:
+        python: The interpreter, with packages of its own.
+        module: What it runs.
+        settings: What its `load` is told besides.
+    """
+
+    python: Path
+    module: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SIDES = {
+    "grpo": Side(Path(sys.executable), "bench.grpo_worker", {"gradient_checkpointing": "selective"}),
+    "grpo_recomputing": Side(Path(sys.executable), "bench.grpo_worker", {"gradient_checkpointing": True}),
+    "trl": Side(TRL_PYTHON, "bench.trl_worker"),
+}
+"""This project as it is by default, with `train.gradient_checkpointing: true`, which TRL has by default, and TRL."""
 
 
 def main() -> int:
@@ -105,8 +128,8 @@ def _arguments() -> argparse.Namespace:
     arguments.shapes = arguments.shapes or (QUICK_SHAPES if arguments.quick else SHAPES)
     if sys.platform != "linux":
         parser.error("memory is measured as Linux tells it")
-    if not arguments.without_trl and not SIDES["trl"].exists():
-        parser.error(f"{SIDES['trl']} is missing: scripts/bench/run makes it; or use --without-trl")
+    if not arguments.without_trl and not TRL_PYTHON.exists():
+        parser.error(f"{TRL_PYTHON} is missing: scripts/bench/run makes it; or use --without-trl")
     return arguments
 
 
@@ -148,15 +171,15 @@ def _start(
     small = make_workload(tokenizer, prompt_tokens=8, num_generations=NUM_GENERATIONS, completion_tokens=(2, 4))
     first = dataclasses.asdict(next(iter(workloads.values())))
     workers = {}
-    for side, python in SIDES.items():
-        if side == "trl" and arguments.without_trl:
+    for name, side in SIDES.items():
+        if name == "trl" and arguments.without_trl:
             continue
-        command = [str(python), "-P", "-m", f"bench.{side}_worker"]
-        worker = Worker(command, environment=environment, log=folder / f"{side}.log")
+        command = [str(side.python), "-P", "-m", side.module]
+        worker = Worker(command, environment=environment, log=folder / f"{name}.log")
         stack.callback(worker.close)
-        loaded = worker.ask("load", model=model, workload=first, beta=BETA, threads=arguments.threads)
+        loaded = worker.ask("load", model=model, workload=first, beta=BETA, threads=arguments.threads, **side.settings)
         worker.ask("step", workload=dataclasses.asdict(small))
-        workers[side] = worker, loaded
+        workers[name] = worker, loaded
     return workers
 
 
@@ -170,7 +193,9 @@ def _measure(
     """Measure one shape: in turns, this project first and last."""
     plain = dataclasses.asdict(workload)
     rates = [worker.ask("multiplication_rates") for worker, _ in workers.values()]
-    steps: dict[str, list[dict[str, Any]]] = {"grpo": [], "trl": [], "trl_all_positions": []}
+    steps: dict[str, list[dict[str, Any]]] = {
+        key: [] for key in ("grpo", "grpo_recomputing", "trl", "trl_all_positions")
+    }
 
     def take(side: str, call: str, key: str, **keywords: Any) -> None:
         worker, _ = workers[side]
@@ -178,12 +203,16 @@ def _measure(
         seconds = sum(cost["wall_seconds"] for part, cost in steps[key][-1]["parts"].items() if part != "whole_step")
         console.print(f"prompts of {name}: {key} {seconds:.1f} s", highlight=False)
 
-    take("grpo", "step", "grpo", workload=plain)
+    def take_ours() -> None:
+        for side in ("grpo", "grpo_recomputing"):
+            take(side, "step", side, workload=plain)
+
+    take_ours()
     for _ in range(arguments.repeats):
         if "trl" in workers:
             take("trl", "step", "trl", workload=plain)
             take("trl", "all_positions", "trl_all_positions", micro_batches=arguments.head_micro_batches)
-        take("grpo", "step", "grpo", workload=plain)
+        take_ours()
     return ShapeResult(
         prompt_tokens=name,
         workload=workload,

@@ -178,8 +178,8 @@ class Run:
         }
 
 
-def open_run(model: str, workload: Workload, *, beta: float) -> Run:
-    """Build the stages of a run. The learning rate is 0, so that every step is the same."""
+def open_run(model: str, workload: Workload, *, beta: float, gradient_checkpointing: bool | str) -> Run:
+    """Build the stages of a run with a choice of `train.gradient_checkpointing`. The learning rate is 0, so that every step is the same."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-bench-"))
     recipe = {
         "model": {"name_or_path": model},
@@ -192,6 +192,7 @@ def open_run(model: str, workload: Workload, *, beta: float) -> Run:
             "prompts_per_step": len(workload.prompts),
             "max_steps": 1_000_000,
             "learning_rate": 0.0,
+            "gradient_checkpointing": gradient_checkpointing,
         },
     }
     write_prompts(folder, workload)
@@ -249,11 +250,13 @@ class GrpoWorker:
     def __init__(self) -> None:
         self._run: Run | None = None
 
-    def load(self, *, model: str, workload: dict[str, Any], beta: float, threads: int) -> dict[str, Any]:
+    def load(
+        self, *, model: str, workload: dict[str, Any], beta: float, threads: int, gradient_checkpointing: bool | str
+    ) -> dict[str, Any]:
         """Load the model and its reference, and tell the memory of the libraries and the weights alone."""
         torch.set_num_threads(threads)
         libraries = resident_bytes()
-        self._run = open_run(model, Workload(**workload), beta=beta)
+        self._run = open_run(model, Workload(**workload), beta=beta, gradient_checkpointing=gradient_checkpointing)
         stages = self._run.stages
         assert stages.reference is not None
         return {

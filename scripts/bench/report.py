@@ -12,6 +12,8 @@ from bench.measure import Cost
 from bench.workload import Workload
 
 MEBIBYTE = 2**20
+OURS = {"grpo": "by default", "grpo_recomputing": "with gradient_checkpointing: true"}
+"""How this project was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class ShapeResult:
         rates: By library, floating-point operations per second that the machine multiplies matrices with, of `cpu` and `wall` time.
         level_bytes: By side, the memory of libraries and weights.
         trained_bytes: The memory of the policy's weights.
-        steps: By `grpo`, `trl` and `trl_all_positions` the answers of the measured processes.
+        steps: By `grpo`, `grpo_recomputing`, `trl` and `trl_all_positions` the answers of the measured processes.
     """
 
     prompt_tokens: int
@@ -82,7 +84,7 @@ def with_head_everywhere(whole: dict[str, Cost], sample: dict[str, Cost], *, sha
 
 def shape_table(result: ShapeResult, size: ModelSize) -> Table:
     """Draw the table of a shape. Times are processor and wall seconds, memory is what comes on top of the weights."""
-    workload, ours = result.workload, result.steps["grpo"]
+    workload = result.workload
     table = Table(
         title=f"prompts of about {result.prompt_tokens} tokens: {len(workload.prompts)} prompts, "
         f"{len(workload.rows)} completions of {workload.completion_tokens} tokens",
@@ -103,7 +105,6 @@ def shape_table(result: ShapeResult, size: ModelSize) -> Table:
         "without states",
     ):
         table.add_column(column, justify="left" if not column else "right")
-    mine = median_parts(ours)
     others: dict[str, dict[str, Cost]] = {}
     if "trl" in result.steps:
         compact = median_parts(result.steps["trl"])
@@ -111,11 +112,13 @@ def shape_table(result: ShapeResult, size: ModelSize) -> Table:
         share = sampled[0]["micro_batches"] / sampled[0]["of"]
         others["against TRL, GPU head"] = compact
         others["against TRL, CPU head"] = with_head_everywhere(compact, median_parts(sampled), share=share)
-    for name, theirs in others.items() or [("alone", {})]:
-        table.add_section()
-        table.add_row(name, style="bold")
-        for part in FORWARDS:
-            table.add_row(part, *_cells(result, size, part, mine[part], theirs.get(part)))
+    for side, setting in OURS.items():
+        mine = median_parts(result.steps[side])
+        for name, theirs in others.items() or [("alone", {})]:
+            table.add_section()
+            table.add_row(f"{name}, {setting}", style="bold")
+            for part in FORWARDS:
+                table.add_row(part, *_cells(result, size, part, mine[part], theirs.get(part)))
     return table
 
 

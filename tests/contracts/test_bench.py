@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from bench.arithmetic import FORWARDS, ModelSize, forward_operations, seen_tokens
-from bench.compare import SIDES, main
+from bench.compare import TRL_PYTHON, main
 from bench.grpo_worker import ForcedLengths
 from bench.measure import Cost, Meter
 from bench.report import ShapeResult, gradient_difference, median_parts, shape_table, with_head_everywhere
@@ -62,8 +62,8 @@ def test_our_side_runs_and_measures_every_part(tiny_model_folder: Path, compare:
     printed, record = compare("--model", str(tiny_model_folder), "--without-trl")
     (shape,) = record["shapes"]
     workload = Workload(**shape["workload"])
-    assert len(shape["steps"]["grpo"]) == 2
-    for step in shape["steps"]["grpo"]:
+    assert len(shape["steps"]["grpo"]) == len(shape["steps"]["grpo_recomputing"]) == 2
+    for step in shape["steps"]["grpo"] + shape["steps"]["grpo_recomputing"]:
         assert set(FORWARDS) <= set(step["parts"])
         together = sum(step["parts"][part]["cpu_seconds"] for part in FORWARDS if part != "whole_step")
         assert 0 < together <= step["parts"]["whole_step"]["cpu_seconds"]
@@ -74,7 +74,7 @@ def test_our_side_runs_and_measures_every_part(tiny_model_folder: Path, compare:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SIDES["trl"].exists(), reason="TRL is installed by scripts/bench/run only")
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="TRL is installed by scripts/bench/run only")
 def test_trl_comes_to_the_same_gradient_from_more_tokens(tiny_model_folder: Path, compare: Any) -> None:
     _, record = compare("--model", str(tiny_model_folder), "--head-micro-batches", "4")
     (shape,) = record["shapes"]
@@ -190,7 +190,12 @@ def test_the_table_shows_medians_ratios_and_shares(workload: Workload) -> None:
         rates={"slow": {"cpu": 1.0, "wall": 1.0}, "fast": {"cpu": needed, "wall": needed}},
         level_bytes={"grpo": 2**20, "trl": 2**20},
         trained_bytes=2**20,
-        steps={"grpo": [step(2), step(100), step(1)], "trl": [step(8, norm=1.0)], "trl_all_positions": [sample]},
+        steps={
+            "grpo": [step(2), step(100), step(1)],
+            "grpo_recomputing": [step(4)],
+            "trl": [step(8, norm=1.0)],
+            "trl_all_positions": [sample],
+        },
     )
     assert gradient_difference(result) == 0.5
     assert median_parts(result.steps["grpo"])["train_step"] == cost(6, 3 * 2**20)
@@ -200,3 +205,4 @@ def test_the_table_shows_medians_ratios_and_shares(workload: Workload) -> None:
     rows = [" ".join(line.replace("│", " ").split()) for line in captured.get().splitlines()]
     assert "train_step 6.0 / 3.0 24.0 / 12.0 4.00 / 4.00 50 / 100 % 12 / 25 % 2 2 1.00 0.00" in rows
     assert "train_step 6.0 / 3.0 36.0 / 18.0 6.00 / 6.00 50 / 100 % 8 / 17 % 2 4 0.50 0.00" in rows
+    assert "train_step 12.0 / 6.0 24.0 / 12.0 2.00 / 2.00 25 / 50 % 12 / 25 % 2 2 1.00 0.00" in rows
