@@ -153,6 +153,7 @@ class ProtocolServer:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_generations": 64,
+            "max_lora_rank": 0,
             "dtype": "float32",
         }
 

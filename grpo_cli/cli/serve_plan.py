@@ -25,6 +25,7 @@ class ServePlan:
         dtype: Its precision; None: float32 on a CPU, else the checkpoint's.
         seed: Of samples without a seed.
         num_generations: Completions of a prompt that the recipe wants at most, in training and in evaluation.
+        lora_rank: Of the adapters that the recipe sends; None: it sends whole weights.
         folder: What relative paths start from.
         where: Place of `vllm.engine`, for errors.
     """
@@ -34,6 +35,7 @@ class ServePlan:
     dtype: str | None
     seed: int
     num_generations: int
+    lora_rank: int | None
     folder: Path
     where: str
 
@@ -68,6 +70,7 @@ def serve_plan(
             dtype=None if vllm.dtype == "auto" else vllm.dtype,
             seed=0,
             num_generations=1,
+            lora_rank=None,
             folder=Path.cwd(),
             where="command line",
         )
@@ -83,7 +86,7 @@ def _plan_of_recipe(
     loaded: "LoadedRecipe", model: "ModelSection", given: dict[str, Any], further: dict[str, Any]
 ) -> ServePlan:
     from grpo_cli.recipe.vllm_rules import longest_allowed
-    from grpo_cli.rollout.vllm.arguments import resolved_dtype
+    from grpo_cli.rollout.vllm.arguments import lora_rank_to_send, resolved_dtype
 
     recipe = loaded.recipe
     defaults: dict[str, Any] = {"max_model_length": recipe.vllm.max_model_length or longest_allowed(recipe)}
@@ -101,6 +104,7 @@ def _plan_of_recipe(
         dtype=resolved_dtype(vllm, bf16=recipe.train.bf16, model_dtype=model.dtype),
         seed=recipe.train.seed,
         num_generations=max(recipe.grpo.num_generations, recipe.eval.num_generations),
+        lora_rank=lora_rank_to_send(vllm, recipe.model.lora),
         folder=loaded.folder,
         where="command line" if further else str(loaded.path),
     )

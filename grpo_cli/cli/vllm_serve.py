@@ -213,6 +213,7 @@ def _serve(plan: ServePlan, serving: "Serving") -> None:
         revision=plan.model.revision,
         tokenizer=prepared_tokenizer(plan.model, plan.folder),
         trust_remote_code=plan.model.trust_remote_code,
+        lora_rank=plan.lora_rank,
         where=plan.where,
     )
     with StopSignals() as signals, vllm_server(arguments, serving) as server, signals.interruptible():

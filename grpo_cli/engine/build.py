@@ -31,12 +31,13 @@ from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
+from grpo_cli.policy.adapters import FrozenWeights, MergedWeights, has_adapters
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
-from grpo_cli.policy.reference import ReferenceModel
+from grpo_cli.policy.reference import BaseModelReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, TrainSection, VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
@@ -58,7 +59,7 @@ class LoadedPolicy:
     """
 
     policy: PolicyModel
-    reference: ReferenceModel | None
+    reference: Reference | None
     sampling: Sampling
     router_aux_loss_coef: float
     notices: Sequence[str]
@@ -69,13 +70,17 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
 
     Raises:
         ModelError: If it does not load, does not fit the recipe's lengths or tokenizer, or is not deterministic.
+        CheckpointError: If the checkpoint has no adapters where the recipe asks for them, or others.
     """
     recipe = inputs.recipe
-    section = recipe.model
+    section, adapters = recipe.model, None
     if inputs.checkpoint is not None:
-        trained = str((inputs.checkpoint / MODEL_FOLDER).resolve())
-        section = dataclasses.replace(section, name_or_path=trained, revision=None)
-    model = load_model(section, folder=inputs.folder, device=inputs.processes.device)
+        trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
+        if section.lora is None:
+            section = dataclasses.replace(section, name_or_path=str(trained), revision=None)
+        else:
+            adapters = trained
+    model = load_model(section, folder=inputs.folder, device=inputs.processes.device, adapters=adapters)
     set_checkpointing(model, recipe.train.gradient_checkpointing)
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
@@ -170,8 +175,14 @@ def _build_weight_sync(
     weights, autocast = inputs.processes.named_weights(policy), inputs.processes.autocast
     if rollouts.weight_copies == 0:
         return WeightSync(rollouts, weights, canary=None, autocast=autocast)
-    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
+    # What only vLLM needs is not loaded without it.
+    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415
+    from grpo_cli.rollout.vllm.arguments import lora_rank_to_send  # noqa: PLC0415
 
+    if lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora) is not None:
+        weights = FrozenWeights(weights)
+    elif has_adapters(loaded.policy.model):
+        weights = MergedWeights(loaded.policy.model, weights)
     weights = checkpoint_names(loaded.policy.model, weights)
     canary = _build_canary(inputs, loaded, policy, rollouts, gradients)
     return WeightSync(rollouts, weights, canary, autocast=autocast)
@@ -256,11 +267,13 @@ def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> Loo
     )
 
 
-def _build_reference(inputs: Inputs, policy: PolicyModel, longest: int | None) -> ReferenceModel | None:
-    """Make the reference of the KL term: the recipe's model, which a resumed policy no longer is."""
+def _build_reference(inputs: Inputs, policy: PolicyModel, longest: int | None) -> Reference | None:
+    """Make the reference of the KL term: the recipe's model, which a resumed policy no longer is, unless it has adapters."""
     grpo = inputs.recipe.grpo
     if grpo.beta == 0.0:
         return None
+    if has_adapters(policy.model):
+        return BaseModelReference(policy)
     if inputs.checkpoint is None:
         reference = copy.deepcopy(policy)
     else:

@@ -145,6 +145,8 @@ def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[Train
     """
     first, later = groups[: settings.prompts_per_step], groups[settings.prompts_per_step :]
     old = [*(None for _ in first), *stages.gradients.logps(stages.policy, later)]
-    none = [None] * len(groups)
-    reference = none if stages.reference is None else stages.gradients.logps(stages.reference.policy, groups)
+    reference: Sequence[tuple[Tensor, ...] | None] = [None] * len(groups)
+    if stages.reference is not None:
+        with stages.reference.in_place():
+            reference = stages.gradients.logps(stages.reference.policy, groups)
     return [PolicyLogps(old=mine, reference=theirs) for mine, theirs in zip(old, reference, strict=True)]

@@ -28,7 +28,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         micro_batch_tokens=budget.tokens,
         sequences=recipe.train.prompts_per_step * recipe.grpo.num_generations,
         longest_prompt=longest or 0,
-        with_reference=stages.reference is not None,
+        with_reference=stages.reference is not None and stages.reference.policy is not policy,
         vllm=_vllm_bytes(inputs, policy),
     )
     parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__}

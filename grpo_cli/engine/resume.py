@@ -14,7 +14,7 @@ from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.recipe.schema import Recipe
 
-_FIXED = ("model.name_or_path", "model.revision", "model.tokenizer_name_or_path", "model.dtype")
+_FIXED = ("model.name_or_path", "model.revision", "model.tokenizer_name_or_path", "model.dtype", "model.lora")
 """The weights come from the checkpoint, so another value here could only seem to be obeyed."""
 
 _FREE = (
@@ -86,7 +86,7 @@ def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any], say: Callab
     for key, (then, value) in changed_keys(before, now).items():
         if key.startswith(_FREE):
             continue
-        if key in _FIXED:
+        if key.startswith(_FIXED):
             raise CheckpointError(
                 f"--resume: {key} was {then!r} in the checkpoint's run, is {value!r}",
                 hint="resume with the value of that run; a new run can start from the checkpoint's folder `model`",

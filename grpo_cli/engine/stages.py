@@ -18,7 +18,7 @@ from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.objective.advantages import AdvantageSettings
-from grpo_cli.policy.reference import ReferenceModel
+from grpo_cli.policy.reference import Reference
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Sampling
 
@@ -92,7 +92,7 @@ class Stages:
     advantage_settings: AdvantageSettings
     gradients: GradientPass
     policy: nn.Module
-    reference: ReferenceModel | None
+    reference: Reference | None
     optimizer: Optimizer
     schedule: LambdaLR
     evaluator: Evaluator | None

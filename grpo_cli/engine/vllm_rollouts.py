@@ -11,6 +11,7 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
+from grpo_cli.policy.adapters import AdapterWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
 from grpo_cli.recipe.addresses import is_loopback, server_addresses
@@ -18,7 +19,13 @@ from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sync.transports import WeightTransport, address_towards, build_transport, choose_transport
-from grpo_cli.rollout.vllm.arguments import engine_arguments, read_token, resolved_dtype, vllm_version
+from grpo_cli.rollout.vllm.arguments import (
+    engine_arguments,
+    lora_rank_to_send,
+    read_token,
+    resolved_dtype,
+    vllm_version,
+)
 from grpo_cli.rollout.vllm.client import VllmClient
 from grpo_cli.rollout.vllm.colocate import ColocateEngine
 from grpo_cli.rollout.vllm.fit import Needs, model_sizes
@@ -52,6 +59,7 @@ def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> C
         bucket_bytes=recipe.vllm.weight_bucket_mib << 20,
         dtype=getattr(torch, dtype),
         max_num_seqs=_most_sequences(inputs),
+        adapters=_adapters(inputs, policy),
         sleeps=recipe.vllm.enable_sleep_mode,
         on_progress=recorder.progress,
     )
@@ -92,6 +100,7 @@ def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack:
         transport=_transport(recipe, [urlsplit(address).hostname or "" for address in addresses], device),
         bucket_bytes=section.weight_bucket_mib << 20,
         dtype=getattr(torch, dtype),
+        adapters=_adapters(inputs, policy),
         needs=Needs(
             model=recipe.model.name_or_path,
             sizes=model_sizes(policy.model.config),
@@ -99,6 +108,7 @@ def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack:
             device=device.type,
             longest=longest_sequence(inputs),
             num_generations=_most_generations(recipe),
+            lora_rank=lora_rank_to_send(section, recipe.model.lora) or 0,
         ),
         server_timeout=section.server_timeout,
         on_progress=recorder.progress,
@@ -148,7 +158,15 @@ def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
         revision=model.revision,
         tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
         trust_remote_code=model.trust_remote_code,
+        lora_rank=lora_rank_to_send(recipe.vllm, model.lora),
     )
+
+
+def _adapters(inputs: Inputs, policy: PolicyModel) -> AdapterWeights | None:
+    """Stream the policy's adapters, if they go to vLLM as such."""
+    if lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora) is None:
+        return None
+    return AdapterWeights(policy.model, inputs.processes.named_weights(policy))
 
 
 def _most_generations(recipe: Recipe) -> int:

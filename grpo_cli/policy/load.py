@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
+from grpo_cli.policy.adapters import CONFIG_FILE, attach_adapters, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
 
@@ -24,24 +25,34 @@ DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdro
 """Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
 
 
-def load_model(section: ModelSection, *, folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Load the causal language model that a recipe names.
+def load_model(
+    section: ModelSection, *, folder: Path, device: torch.device | str = "cpu", adapters: Path | None = None
+) -> Any:
+    """Load the causal language model that a recipe names, with adapters if it asks for them.
 
-    Attention with bounded scores is eager where `sdpa` is asked for (see `caps_attention`). Dropout is switched off (see `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can
-    be saved (see `repair_generation_config`).
+    Attention with bounded scores is eager where `sdpa` is asked for (see `caps_attention`). Dropout is switched off (see
+    `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can be saved (see
+    `repair_generation_config`).
 
     Args:
         section: The recipe's `model:`.
         folder: The recipe's folder, which relative paths start from.
         device: Where the model goes.
+        adapters: Folder of trained adapters; None: they start anew.
 
     Returns:
         A transformers causal language model, weights in `section.dtype`.
 
     Raises:
         ModelError: If it is not found, is no causal language model, does not load, or does not fit into the device's memory.
+        CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
     location = prepared_location(section.name_or_path, folder)
+    if (Path(location.name_or_path) / CONFIG_FILE).is_file():
+        raise ModelError(
+            f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
+            hint="name the model that they were trained on; a run that trained them goes on with --resume",
+        )
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
     with _explained(section.name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
@@ -59,6 +70,10 @@ def load_model(section: ModelSection, *, folder: Path, device: torch.device | st
         )
     if section.attn_implementation == "sdpa" and caps_attention(model.config):
         model.set_attn_implementation("eager")
+    if section.lora is not None:
+        attach_adapters(model, section.lora)
+        if adapters is not None:
+            load_adapters(model, adapters)
     disable_dropout(model)
     repair_generation_config(model)
     speed_up_linears(model)

@@ -1,9 +1,56 @@
-"""The reference model of the KL term: frozen, or following the policy from afar."""
+"""The reference of the KL term: a model of its own, frozen or following the policy from afar; or the policy without its adapters."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from grpo_cli.policy.adapters import without_adapters
 from grpo_cli.policy.forward import PolicyModel
+
+
+class Reference(Protocol):
+    """What completions are compared with.
+
+    Attributes:
+        policy: Computes the log-probabilities, within `in_place`.
+    """
+
+    policy: PolicyModel
+
+    @property
+    def moves(self) -> bool:
+        """Whether its weights are part of a run's state."""
+        ...
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Make the context in which `policy` is the reference."""
+        ...
+
+    def mix_if_due(self, policy: nn.Module, step: int) -> None:
+        """Move towards the policy, if it is one that moves and it is time."""
+        ...
+
+
+class BaseModelReference:
+    """The policy with its adapters switched off: the model they were put on, without a second copy of its weights.
+
+    Args:
+        policy: The policy.
+    """
+
+    moves = False
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self.policy = policy
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Switch the adapters off meanwhile."""
+        return without_adapters(self.policy.model)
+
+    def mix_if_due(self, policy: nn.Module, step: int) -> None:
+        """Stay: what is below the adapters is frozen."""
 
 
 class ReferenceModel:
@@ -24,6 +71,10 @@ class ReferenceModel:
     def moves(self) -> bool:
         """Whether its weights are part of a run's state."""
         return self._sync_steps > 0
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Change nothing: it is a model of its own."""
+        return nullcontext()
 
     @torch.no_grad()
     def mix_if_due(self, policy: nn.Module, step: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from grpo_cli.recipe.finding import Finding
+from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.schema import GrpoSection, Recipe
 
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -96,6 +97,34 @@ def kl_settings_have_a_kl(recipe: Recipe) -> Iterable[Finding]:
             )
 
 
+def reference_can_move(recipe: Recipe) -> Iterable[Finding]:
+    """The reference of an adapter is the model without it, which is frozen."""
+    if recipe.grpo.sync_ref_model and recipe.model.lora is not None:
+        yield Finding(
+            keys=("grpo.sync_ref_model", "model.lora"),
+            message="found true with model.lora, where the reference is the model without its adapters; allowed: false",
+            hint="leave one of them out",
+        )
+
+
+def adapters_have_places(recipe: Recipe) -> Iterable[Finding]:
+    """Adapters belong to some layers."""
+    lora = recipe.model.lora
+    if lora is None:
+        return
+    if not lora.target_modules or not all(lora.target_modules):
+        yield Finding(
+            keys=("model.lora.target_modules",),
+            message=f"found {show(lora.target_modules)}; allowed: names of layers, at least one",
+            hint="leave the key out for all linear layers",
+        )
+    elif "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
+        yield Finding(
+            keys=("model.lora.target_modules",),
+            message=f"found {show(lora.target_modules)}; allowed: all-linear alone, or names of layers",
+        )
+
+
 OBJECTIVE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     cispo_has_a_ceiling,
     cispo_ceiling_lets_the_ratio_through,
@@ -103,4 +132,6 @@ OBJECTIVE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     epsilon_can_clip,
     delta_can_bind,
     kl_settings_have_a_kl,
+    reference_can_move,
+    adapters_have_places,
 )

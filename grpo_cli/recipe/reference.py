@@ -24,7 +24,7 @@ _HEADER = ("| key | allowed | default | meaning |", "|---|---|---|---|")
 
 def key_table() -> str:
     """Write Markdown tables of every key: one for the top level, one for each section, one for the items of a list."""
-    return "\n\n".join("\n".join(lines) for lines in _tables(Recipe, ""))
+    return "\n\n".join("\n".join(lines) for lines in _tables(Recipe, "", described={}))
 
 
 def replace_between_markers(text: str, name: str, content: str) -> str:
@@ -46,24 +46,35 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def _tables(section: type[Any], prefix: str) -> Iterator[list[str]]:
-    """Give the table of a section and those of the sections below."""
+def _tables(section: type[Any], prefix: str, *, described: dict[type[Any], str]) -> Iterator[list[str]]:
+    """Give the table of a section and those of the sections below; a section that is used twice has one, at its first place.
+
+    Args:
+        section: The section.
+        prefix: Its place in a recipe.
+        described: By section the place of its table; those of this call are added.
+    """
     kinds, fields = types_of(section), fields_of(section)
+    places = {name: f"{prefix}.{name}".removeprefix(".") for name in fields}
+    optional = {name: inner for name, kind in kinds.items() if is_section(inner := without_none(kind)[0])}
+    for name, inner in optional.items():
+        described.setdefault(inner, places[name])
     title = f"#### `{prefix}`" if prefix else "#### top level"
-    rows = [_row(field, kinds[name]) for name, field in fields.items() if not is_section(kinds[name])]
+    rows = [_row(field, kinds[name], described) for name, field in fields.items() if not is_section(kinds[name])]
     summary = typing.cast("str", section.__doc__)
     yield [title, "", summary, "", *_HEADER, *rows]
-    for name in fields:
-        below = f"{prefix}.{name}".removeprefix(".")
-        if is_section(kinds[name]):
-            yield from _tables(kinds[name], below)
-        elif typing.get_origin(kinds[name]) is list and is_section(item_type(kinds[name])):
-            yield from _tables(item_type(kinds[name]), f"{below}[]")
+    for name, kind in kinds.items():
+        if described.get(optional.get(name, object)) == places[name]:
+            yield from _tables(optional[name], places[name], described=described)
+        elif typing.get_origin(kind) is list and is_section(item_type(kind)):
+            yield from _tables(item_type(kind), f"{places[name]}[]", described=described)
 
 
-def _row(field: dataclasses.Field[Any], kind: Any) -> str:
+def _row(field: dataclasses.Field[Any], kind: Any, described: dict[type[Any], str]) -> str:
     inner, _ = without_none(kind)
-    allowed = "the keys of `dataset`, or null" if is_section(inner) else describe(kind, field.metadata["range"])
+    allowed = (
+        f"the keys of `{described[inner]}`, or null" if is_section(inner) else describe(kind, field.metadata["range"])
+    )
     cells = (f"`{field.name}`", allowed, _default(field), field.metadata["help"])
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -7,7 +7,7 @@ from grpo_cli.recipe.kinds import fields_of
 from grpo_cli.recipe.schema import VllmSection
 
 _BATCH = "batches are stated in prompts: `train.prompts_per_step`; memory: `train.micro_batch_tokens`"
-_ADAPTERS = "adapters are not part of this version; all weights are trained"
+_ADAPTERS = "here it is `model.lora`, with the keys r, alpha, target_modules and use_rslora"
 
 OTHER_NAMES = {
     "batch_size": _BATCH,

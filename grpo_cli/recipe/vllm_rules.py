@@ -72,6 +72,19 @@ def mode_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
     yield from idle(recipe.vllm, unread, prefix="vllm", beside="vllm.mode", reason=reason, needed=needed)
 
 
+def adapters_can_be_merged(recipe: Recipe) -> Iterable[Finding]:
+    """Without adapters, all weights are sent as they are."""
+    if recipe.vllm.mode is not None and recipe.model.lora is None:
+        yield from idle(
+            recipe.vllm,
+            ("merge_adapters",),
+            prefix="vllm",
+            beside="model.lora",
+            reason="all weights are trained",
+            needed="`model.lora`",
+        )
+
+
 def correction_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
     """How to correct is said only where something is corrected."""
     section = recipe.vllm
@@ -327,6 +340,7 @@ def sampling_is_vllms(recipe: Recipe) -> Iterable[Finding]:
 
 VLLM_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     mode_reads_its_settings,
+    adapters_can_be_merged,
     correction_reads_its_settings,
     correction_lets_equal_probabilities_through,
     correction_fits_the_loss,

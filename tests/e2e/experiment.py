@@ -66,7 +66,7 @@ class Experiment:
         return self.folder / name
 
 
-def make_experiment(folder: Path, model: Path, **sections: dict[str, Any]) -> Experiment:
+def make_experiment(folder: Path, model: Path, /, **sections: dict[str, Any]) -> Experiment:
     """Write an experiment of a few seconds; `sections` change its recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{word} ", "number": index} for index, word in enumerate(WORDS)]
@@ -114,8 +114,9 @@ def completions(output: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
-    """Read the final model's weights."""
-    tensors: dict[str, torch.Tensor] = load_file(output / "final" / "model.safetensors")
+    """Read the final model's weights, or its adapters where only they were trained."""
+    (file,) = (output / "final").glob("*model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(file)
     return tensors
 
 

@@ -86,6 +86,29 @@ def test_stopping_at_every_step_changes_nothing(
         assert (epoch > 1) == (epochs == 2)
 
 
+def test_adapters_are_resumed_exactly_and_checkpoints_hold_them_alone(tiny_model_folder: Path, tmp_path: Path) -> None:
+    experiment = make_experiment(
+        tmp_path,
+        tiny_model_folder,
+        model={"lora": {"r": 2}},
+        grpo={"num_generations": 2, "steps_per_generation": 2, "beta": 0.05},
+        train={"save_steps": 2},
+    )
+    train(experiment, "whole")
+    stop_at_every_step(experiment, "stopped")
+    assert_same_run(experiment.output("stopped"), experiment.output("whole"))
+    told = records(experiment.output("whole"))
+    assert told[0]["kl"] == pytest.approx(0, abs=1e-6), "the reference is the model without its adapters"
+    assert told[-1]["kl"] > 1e-3
+    saved = experiment.output("whole") / "checkpoints" / "step-000006"
+    assert not list(saved.rglob("model.safetensors"))
+    assert (saved / "model" / "adapter_config.json").is_file()
+    with pytest.raises(CheckpointError, match=r"model\.lora\.r was 2 in the checkpoint's run, is 4"):
+        train(experiment, "whole", {"model.lora.r": 4}, resume="newest")
+    with pytest.raises(CheckpointError, match=r"model\.lora was .* in the checkpoint's run, is None"):
+        train(experiment, "whole", {"model.lora": "null"}, resume="newest")
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_signal_in_the_middle_of_a_step_changes_nothing(
     step: int, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

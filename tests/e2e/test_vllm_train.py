@@ -115,6 +115,18 @@ def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
     assert all(0 < check < 1e-4 for check in checks)
 
 
+def assert_adapters_were_sent(experiment: Experiment) -> None:
+    """All weights once, then only the adapters; the canary, in every second step, saw that they were the trainer's."""
+    told = records(experiment.output())
+    adapters = sum(tensor.nbytes for tensor in weights(experiment.output()).values())
+    sizes = [record["sync/bytes"] for record in told]
+    assert sizes[0] > 10 * adapters
+    assert all(adapters <= size < 1.1 * adapters + 4096 for size in sizes[1:])
+    assert all(0 < record["sampling/logp_difference/mean"] < 1e-4 for record in told)
+    changed = [record["canary/logp_difference/mean"] for record in told if "canary/logp_difference/mean" in record]
+    assert len(changed) >= STEPS // 2
+
+
 def assert_nothing_is_left(experiment: Experiment) -> None:
     """No process of a run of this experiment lives on."""
     assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
@@ -153,6 +165,20 @@ def test_vllm_samples_in_the_process_that_trains(colocated: tuple[Experiment, st
     assert "  engine    vLLM in this process" in output
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_are_sampled_with(merged: bool, model: Path, tmp_path: Path) -> None:
+    experiment = make(tmp_path, model, mode="colocate", merge_adapters=merged)
+    outcome = train(experiment, "model.lora.r=4", "train.learning_rate=0.05", "grpo.beta=0.01")
+    assert outcome.returncode == 0, outcome.stderr
+    if not merged:
+        assert_adapters_were_sent(experiment)
+        return
+    told = records(experiment.output())
+    assert len({record["sync/bytes"] for record in told}) == 1
+    assert all(0 < record["sampling/logp_difference/mean"] < 1e-4 for record in told)
+    assert told[-1]["kl"] > 0
+
+
 def test_the_last_of_the_weights_are_sampled_from(colocated: tuple[Experiment, str]) -> None:
     """The run learns: with the weights of the beginning, the reward would stay where it was."""
     told = records(colocated[0].output())
@@ -181,14 +207,18 @@ def test_weights_under_wrong_names_stop_the_run_before_it_trains(model: Path, tm
 
 def serve(folder: Path, model: Path, port: int) -> VllmServer:
     """Start `grpo vllm-serve`, which ends with the block."""
-    options = ("--max-model-length", "128", "--engine", f"kv_cache_memory_bytes={1 << 26}")
+    engine = (f"kv_cache_memory_bytes={1 << 26}", "enable_lora=true", "max_lora_rank=8")
+    options = ("--max-model-length", "128", *(word for one in engine for word in ("--engine", one)))
     return VllmServer(folder, model, *options, token=None, port=port)
 
 
 def test_runs_attach_to_a_server_one_after_another(
     colocated: tuple[Experiment, str], model: Path, tmp_path: Path
 ) -> None:
-    """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes."""
+    """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes.
+
+    The last one trains adapters, and sends them alone.
+    """
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
     with serve(tmp_path, model, port):
@@ -205,6 +235,10 @@ def test_runs_attach_to_a_server_one_after_another(
         two = make(tmp_path / "two", model, mode="server", server_port=port)
         outcome = train(two, "--nproc", "2")
         assert outcome.returncode == 0, outcome.stderr
+        adapted = make(tmp_path / "adapted", model, mode="server", server_port=port)
+        outcome = train(adapted, "model.lora.r=4", "train.learning_rate=0.05")
+        assert outcome.returncode == 0, outcome.stderr
+    assert_adapters_were_sent(adapted)
     for one in (experiment, two):
         assert_vllm_sampled(one)
         mine, other = weights(one.output()), weights(colocated[0].output())

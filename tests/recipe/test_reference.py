@@ -35,6 +35,7 @@ def test_every_section_has_a_table() -> None:
     titles = [line.removeprefix("#### ") for line in key_table().splitlines() if line.startswith("####")]
     sections = [
         "model",
+        "model.lora",
         "dataset",
         "rewards",
         "rewards.reward_funcs[]",

@@ -7,7 +7,7 @@ from grpo_cli.recipe.schema.eval import EvalSection
 from grpo_cli.recipe.schema.generation import GenerationSection
 from grpo_cli.recipe.schema.grpo import GrpoSection
 from grpo_cli.recipe.schema.logging import LoggingSection
-from grpo_cli.recipe.schema.model import ModelSection
+from grpo_cli.recipe.schema.model import LoraSection, ModelSection
 from grpo_cli.recipe.schema.option import option
 from grpo_cli.recipe.schema.rewards import RewardFunction, RewardsSection
 from grpo_cli.recipe.schema.train import TrainSection
@@ -19,6 +19,7 @@ __all__ = [
     "GenerationSection",
     "GrpoSection",
     "LoggingSection",
+    "LoraSection",
     "ModelSection",
     "Recipe",
     "RewardFunction",

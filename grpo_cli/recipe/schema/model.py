@@ -7,6 +7,21 @@ from grpo_cli.recipe.schema.option import option
 
 
 @dataclass(kw_only=True)
+class LoraSection:
+    """Low-rank adapters (LoRA): small matrices are trained beside frozen weights. The names are TRL's without `lora_`."""
+
+    r: int = option(16, minimum=1, help="Rank of the matrices.")
+    alpha: float = option(
+        32.0, above=0, help="The adapters' outcome is multiplied by alpha / r, or by alpha / sqrt(r) with `use_rslora`."
+    )
+    target_modules: list[str] = option(
+        factory=lambda: ["all-linear"],
+        help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head.",
+    )
+    use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
+
+
+@dataclass(kw_only=True)
 class ModelSection:
     """The policy: what to load, and how."""
 
@@ -33,3 +48,8 @@ class ModelSection:
         False, help="Run Python code that comes with a hub model. Off unless you read that code."
     )
     chat_template_path: str | None = option(None, help="Jinja file that replaces the tokenizer's chat template.")
+    lora: LoraSection | None = option(
+        None,
+        help="Train low-rank adapters instead of all weights: `{}` with the defaults below. The reference of the KL term is then the "
+        "model without them, and checkpoints hold them alone.",
+    )

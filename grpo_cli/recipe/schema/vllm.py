@@ -45,6 +45,11 @@ class VllmSection:
         "started on its GPU; else the process group.",
     )
     weight_bucket_mib: int = option(256, minimum=1, help="MiB of weights that travel, and are held twice, at once.")
+    merge_adapters: bool = option(
+        False,
+        help="With `model.lora`: send all weights with the adapters merged into them, instead of the adapters alone. It spares sampling "
+        "their products, and works where vLLM has no adapters for a layer, but more bytes travel, and in bfloat16 small changes are rounded away.",
+    )
     canary_steps: int = option(
         25,
         minimum=0,

@@ -28,7 +28,7 @@ def checkpoint_names(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterabl
     Raises:
         ModelError: If tensors of several layers become one.
     """
-    split = _split(model)
+    split = _split(model, named)
     return named if split is None else _CheckpointNames(model, named, split)
 
 
@@ -52,12 +52,9 @@ def _reverted(
         yield from revert_weight_conversion(model, dict(part)).items()
 
 
-def _split(model: Any) -> Callable[[str], str] | None:
+def _split(model: Any, named: Iterable[tuple[str, Tensor]]) -> Callable[[str], str] | None:
     """Find the smallest parts that can be reverted alone, by trying it without data; None if there is nothing to revert."""
-    weights = {
-        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        for name, parameter in model.named_parameters()
-    }
+    weights = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in named}
     whole: Mapping[str, Tensor] = revert_weight_conversion(model, dict(weights))
     if all(whole.get(name) is weight for name, weight in weights.items()):
         return None

@@ -15,9 +15,10 @@ from grpo_cli.errors import Problem, RecipeError, TrainingError
 from grpo_cli.recipe.addresses import NEW_TOKEN, TOKEN_VARIABLE
 from grpo_cli.recipe.files import found_token_file, wrong_token_file
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.schema import VllmSection
+from grpo_cli.recipe.schema import LoraSection, VllmSection
 from grpo_cli.recipe.suggest import did_you_mean
 from grpo_cli.recipe.vllm_rules import taken_engine_arguments
+from grpo_cli.rollout.sync.adapters import room_for
 
 FIT_TO_MEMORY = -1
 """`max_model_len` for which vLLM takes the model's own, or less if a sequence of that length does not fit into its cache."""
@@ -45,6 +46,7 @@ def engine_arguments(
     revision: str | None = None,
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
+    lora_rank: int | None = None,
     where: str = "recipe",
 ) -> dict[str, Any]:
     """Give the arguments of vLLM's engine (fields of its `EngineArgs`), for this process or for a server.
@@ -59,6 +61,7 @@ def engine_arguments(
         revision: Branch, tag or commit of a hub model.
         tokenizer: If it is not the model's own.
         trust_remote_code: Run code that comes with the model.
+        lora_rank: Of the adapters that it is to take; None: it takes none.
         where: Place of `vllm.engine`, for errors.
 
     Raises:
@@ -80,7 +83,20 @@ def engine_arguments(
         "trust_remote_code": trust_remote_code,
     }
     hub = {name: value for name, value in (("revision", revision), ("tokenizer", tokenizer)) if value is not None}
-    return ours | hub | _FIXED | (_on_cpu(section) if on_cpu else {}) | further
+    adapters = {} if lora_rank is None else {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(lora_rank)}
+    return ours | hub | _FIXED | adapters | (_on_cpu(section) if on_cpu else {}) | further
+
+
+def lora_rank_to_send(section: VllmSection, lora: LoraSection | None) -> int | None:
+    """Give the rank of the adapters that vLLM, if it samples, is given as such; None: there are none, or they are merged into the weights.
+
+    Args:
+        section: The recipe's `vllm:`.
+        lora: The recipe's `model.lora`.
+    """
+    if lora is None or section.merge_adapters or room_for(lora.r) is None:
+        return None
+    return lora.r
 
 
 def server_arguments(engine: Mapping[str, Any], *, name: str, host: str, port: int) -> list[str]:

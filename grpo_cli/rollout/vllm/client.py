@@ -62,6 +62,7 @@ class ServerStatus:
         max_model_len: Longest prompt and completion together, in tokens.
         max_num_seqs: Completions that it samples at once.
         max_num_generations: Most completions of one prompt in one request.
+        max_lora_rank: Largest rank of adapters; 0: it takes none.
         model: What it calls its model.
         sizes: Of the model, such as `vocab_size`.
         dtype: What it computes in, such as `float32`.
@@ -76,6 +77,7 @@ class ServerStatus:
     max_model_len: int
     max_num_seqs: int
     max_num_generations: int
+    max_lora_rank: int
     model: str
     sizes: Mapping[str, int]
     dtype: str

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from grpo_cli.errors import ModelError, TrainingError
 from grpo_cli.rollout.cached_values import cached_values_per_token
+from grpo_cli.rollout.sync.adapters import AdaptersOnBase
 from grpo_cli.rollout.sync.buckets import sent_dtype
 from grpo_cli.rollout.vllm.completion import SampledTokens, completed_group
 from grpo_cli.rollout.vllm.containment import Containment, spared_process_group
@@ -36,6 +37,8 @@ class ColocateEngine:
         bucket_bytes: Weights that are held twice at once, beside the layers that are not complete.
         dtype: In which weights are handed over, see `sent_dtype`; None: as they are.
         max_num_seqs: Most completions that are sampled at once.
+        adapters: Names and tensors of the live policy's adapters, which are taken at every sync, while the weights that it is given are
+            taken once; None: all that it is given is taken.
         sleeps: Whether `rest` gives its memory back.
         on_progress: Called after every prompt with the number of tokens of its completions.
 
@@ -57,12 +60,15 @@ class ColocateEngine:
         bucket_bytes: int,
         dtype: torch.dtype | None,
         max_num_seqs: int,
+        adapters: Iterable[tuple[str, Tensor]] | None = None,
         sleeps: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._adapters = adapters
+        self._has_base = False
         self._sleeps = sleeps
         self._on_progress = on_progress or (lambda _: None)
         self._weights: Iterable[tuple[str, Tensor]] = ()
@@ -77,7 +83,8 @@ class ColocateEngine:
             self._closing.callback(self._shut_down)
             failed.callback(self.close)
             self._llm = _start(engine, {"max_num_seqs": max_num_seqs, **arguments})
-            self._loading = _weight_loading(self._llm)
+            self._loading = _update_loading(self._llm)
+            self._request = None if adapters is None else _adapter_request()
             failed.pop_all()
 
     def generate(
@@ -118,7 +125,7 @@ class ColocateEngine:
         """Give memory back, if the engine is one that sleeps. See `RolloutEngine.rest`."""
         if not self._sleeps or self._rests:
             return
-        self._rests, self._has_weights = True, False
+        self._rests, self._has_weights, self._has_base = True, False, False
         with self._contained():
             if self._llm.llm_engine.is_sleeping():  # its cache is still, and what sleeps in part cannot be put to sleep
                 self._llm.wake_up(tags=["kv_cache"])
@@ -133,20 +140,25 @@ class ColocateEngine:
         from vllm.config import set_current_vllm_config  # noqa: PLC0415  only within a containment
 
         num_bytes = 0
-        self._has_weights = False
+        weights = self._weights
+        if self._adapters is not None:
+            had_base = self._has_base
+            weights = AdaptersOnBase(weights, self._adapters, lambda: had_base)
+        self._has_weights = self._has_base = False
         with self._contained(), set_current_vllm_config(self._llm.llm_engine.vllm_config), torch.no_grad():
             if self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up(tags=["weights"])
             self._rests = False
             self._loading.begin()
-            for part in _copies(self._weights, self._bucket_bytes, self._dtype):
+            for part in _copies(weights, self._bucket_bytes, self._dtype):
                 self._loading.load(part)
                 num_bytes += sum(tensor.nbytes for _, tensor in part)
                 del part  # before the next one is made
             self._loading.finish()
+            self._loading.activate()
             forgotten = self._llm.reset_prefix_cache()
             assert forgotten, "requests are running"
-        self._has_weights = True
+        self._has_weights = self._has_base = True
         return num_bytes
 
     def _check_length(self, longest: int) -> None:
@@ -184,7 +196,9 @@ class ColocateEngine:
         names = [str(number) for number in range(len(prompts))]
         try:
             for name, prompt, wanted in zip(names, prompts, parameters, strict=True):
-                engine.add_request(name, {"type": "token", "prompt_token_ids": list(prompt.ids)}, wanted)
+                engine.add_request(
+                    name, {"type": "token", "prompt_token_ids": list(prompt.ids)}, wanted, lora_request=self._request
+                )
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     answers[output.request_id] = [_sampled(one) for one in output.outputs]
@@ -221,12 +235,19 @@ def _copies(
         yield part
 
 
-def _weight_loading(llm: Any) -> Any:
+def _update_loading(llm: Any) -> Any:
     """Give what replaces the weights of the engine's model."""
-    from grpo_cli.rollout.vllm.loading import WeightLoading  # noqa: PLC0415  it imports vLLM
+    from grpo_cli.rollout.vllm.adapter_loading import UpdateLoading  # noqa: PLC0415  it imports vLLM
 
-    (loading,) = llm.collective_rpc(lambda worker: WeightLoading(worker.model_runner.get_model(), worker.model_config))
+    (loading,) = llm.collective_rpc(lambda worker: UpdateLoading(worker.model_runner.get_model(), worker.model_config))
     return loading
+
+
+def _adapter_request() -> Any:
+    """Give what a request for completions by the adapters carries."""
+    from grpo_cli.rollout.vllm.adapter_loading import adapter_request  # noqa: PLC0415  it imports vLLM
+
+    return adapter_request()
 
 
 def _engine_class(arguments: Mapping[str, Any]) -> Any:

@@ -7,6 +7,9 @@ MAX_BODY_MIB = 64
 MAX_NUM_GENERATIONS = 256
 """Unless told otherwise, or a recipe needs more."""
 
+ADAPTER_NAME = "grpo-adapters"
+"""What requests name as their model to have completions sampled with the adapters."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:

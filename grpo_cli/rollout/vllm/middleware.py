@@ -46,7 +46,11 @@ class Engine(Protocol):
     """What stands behind the gate."""
 
     def description(self, scope: Scope) -> dict[str, Any]:
-        """Give what does not change: grpo, model, sizes, world_size, vllm, device, max_model_len, max_num_seqs, dtype."""
+        """Give what does not change: grpo, model, sizes, world_size, vllm, device, max_model_len, max_num_seqs, max_lora_rank, dtype."""
+        ...
+
+    async def settle(self, scope: Scope) -> None:
+        """Do what is left to do when an update has ended, before its weights are used."""
         ...
 
     async def checksum(self, scope: Scope) -> str | None:
@@ -204,6 +208,7 @@ class Gate:
                 elif path == "/resume":
                     weights.paused = False
                 elif path == "/finish_weight_update":
+                    await self._engine.settle(scope)
                     weights.policy_version = _version(body)
                     weights.checksum = await self._engine.checksum(scope)
             await send(message)

@@ -60,10 +60,22 @@ class ServedEngine:
             "vllm": vllm.__version__,
             "device": str(config.device_config.device_type),
             "max_model_len": config.model_config.max_model_len,
+            "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
             # Each copy of the model has a scheduler of its own.
             "max_num_seqs": config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
         }
+
+    async def settle(self, scope: Scope) -> None:
+        """Have the workers use the adapters that came, and let requests name them."""
+        state = scope["app"].state
+        if state.engine_client.vllm_config.lora_config is None:
+            return
+        from grpo_cli.rollout.vllm.adapter_loading import adapter_request  # noqa: PLC0415  only where vLLM runs
+
+        await state.engine_client.collective_rpc("grpo_activate_adapters")
+        request = adapter_request()
+        state.openai_serving_models.lora_requests[request.lora_name] = request
 
     async def checksum(self, scope: Scope) -> str | None:
         """Ask the workers what they received; several checksums mean that they differ."""

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.engine import EngineLostError
+from grpo_cli.rollout.sync.adapters import AdaptersOnBase
 from grpo_cli.rollout.sync.transaction import transfer
 from grpo_cli.rollout.sync.transports import WeightTransport
 from grpo_cli.rollout.vllm.client import ServerError, ServerStatus, VllmClient
 from grpo_cli.rollout.vllm.completion import completed_group
 from grpo_cli.rollout.vllm.fit import Needs, check_fit
+from grpo_cli.rollout.vllm.limits import ADAPTER_NAME
 from grpo_cli.rollout.vllm.sampling import first_seed, sampling_fields
 from grpo_cli.rollout.vllm.server_receiver import ServerReceiver
 from grpo_cli.rollout.vllm.servers import Server, leave_out, none_left, outcomes, states, together
@@ -45,6 +47,8 @@ class ServerEngine:
         transport: Carries weights to the servers.
         bucket_bytes: Weights that travel at once.
         dtype: In which weights travel; None: as they are.
+        adapters: Names and tensors of the live policy's adapters, which go to the servers at every sync, while the weights that it is
+            given go there once; None: all that it is given goes there.
         needs: What the run needs of a server.
         server_timeout: Seconds to wait for a server to come back, if all are lost.
         on_progress: Called after every prompt with the number of tokens of its completions.
@@ -62,6 +66,7 @@ class ServerEngine:
         transport: WeightTransport,
         bucket_bytes: int,
         dtype: torch.dtype | None,
+        adapters: Iterable[tuple[str, Tensor]] | None = None,
         needs: Needs | None = None,
         server_timeout: float = 600.0,
         on_progress: Callable[[int], None] | None = None,
@@ -72,6 +77,7 @@ class ServerEngine:
         self._tokenizer = tokenizer
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._adapters = adapters
         self._needs = Needs() if needs is None else needs
         self._server_timeout = server_timeout
         self._on_progress = on_progress or (lambda _: None)
@@ -177,6 +183,8 @@ class ServerEngine:
         failures = [one.message for one in before if isinstance(one, ServerError)]
         if len(failures) == len(before):
             raise ServerError("; ".join(failures))
+        if self._adapters is not None:
+            named_weights = AdaptersOnBase(named_weights, self._adapters, self._receiver.has_base)
         try:
             report = transfer(
                 self._receiver, named_weights, version, bucket_bytes=self._bucket_bytes, dtype=self._dtype
@@ -239,7 +247,8 @@ class ServerEngine:
         """Make the request for a prompt's completions."""
         count = 1 if sampling.temperature == 0 else num_generations
         fields = sampling_fields(sampling, n=count, seed=first_seed(seed_key, prompt.uid, n=count))
-        return {"prompt": list(prompt.ids), **fields}
+        named = {} if self._adapters is None else {"model": ADAPTER_NAME}
+        return {"prompt": list(prompt.ids), **named, **fields}
 
     def _answers(self, bodies: Sequence[Mapping[str, Any]]) -> Generator[Answer]:
         """Have requests answered, and give each answer as it comes."""

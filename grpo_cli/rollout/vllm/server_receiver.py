@@ -48,6 +48,8 @@ class ServerReceiver:
         self._taking: list[Server] = []
         self._connected: list[str] = []
         """Instances at the other end of the transport; none after a transfer that did not finish."""
+        self._complete: set[str] = set()
+        """Instances that have had an update that finished, and none since that did not."""
 
     def begin(self) -> None:
         """Pause the servers, connect them, and prepare them for weights."""
@@ -59,6 +61,10 @@ class ServerReceiver:
             self._connect([status.world_size for status in found])
         self._all(VllmClient.start_weight_update)
         self._connected = instances
+
+    def has_base(self) -> bool:
+        """Tell whether all servers that take this update have had all weights before."""
+        return set(self._connected) <= self._complete
 
     def receive(self, bucket: Bucket) -> None:
         """Send a bucket to all servers."""
@@ -78,6 +84,7 @@ class ServerReceiver:
                     f"{server.client}: it has weights of version {status.policy_version} (checksum {status.checksum}) instead of "
                     f"version {version} (checksum {checksum}) that were sent"
                 )
+        self._complete = set(self._connected)
         self._all(VllmClient.reset_prefix_cache)
         self._all(VllmClient.resume)
         for server, status in zip(self._taking, found, strict=True):
@@ -86,6 +93,7 @@ class ServerReceiver:
     def abandon(self) -> None:
         """Disconnect; the servers stay paused."""
         self._connected = []
+        self._complete = set()
         self._transport.close()
 
     def close(self) -> None:

@@ -53,10 +53,10 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         # Processes that only register the backend have no use for vLLM's layers, which take a second to import.
-        from grpo_cli.rollout.vllm.loading import WeightLoading  # noqa: PLC0415
+        from grpo_cli.rollout.vllm.adapter_loading import UpdateLoading  # noqa: PLC0415
 
         self._source: BucketSource | None = None
-        self._loading = WeightLoading(self.model, self.model_config)
+        self._loading = UpdateLoading(self.model, self.model_config)
         self._checksum = Checksum()
         self._tensors = self._bytes = 0
         self.received: ReceivedWeights | None = None
@@ -75,7 +75,7 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM 
             self._source = build_source(init_info, rank=rank, device=self.device)
 
     def start_weight_update(self) -> None:
-        """Prepare for all weights anew, whatever came before."""
+        """Prepare for weights, whatever came before."""
         self.received = None
         self._checksum, self._tensors, self._bytes = Checksum(), 0, 0
         self._loading.begin()
@@ -108,6 +108,10 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM 
         """
         self._loading.finish()
         self.received = ReceivedWeights(checksum=self._checksum.value, tensors=self._tensors, bytes=self._bytes)
+
+    def activate_adapters(self) -> None:
+        """Put the adapters of the newest update to use, if it had some."""
+        self._loading.activate()
 
     def shutdown(self) -> None:
         """Let the trainer go."""

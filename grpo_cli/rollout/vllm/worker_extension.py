@@ -27,6 +27,12 @@ class WorkerExtension:
             return {"checksum": None, "tensors": None, "bytes": None}
         return {"checksum": received.checksum, "tensors": received.tensors, "bytes": received.bytes}
 
+    def grpo_activate_adapters(self) -> None:
+        """Put the adapters of the newest update to use, after vLLM has forgotten the ones before."""
+        engine = self.weight_transfer_engine
+        assert engine is not None
+        engine.activate_adapters()
+
     def grpo_check(self, checksum: str) -> None:
         """Compare the weights that this worker received last with another worker's.
 

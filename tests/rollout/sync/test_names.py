@@ -60,7 +60,9 @@ def test_experts_are_taken_apart_one_tensor_at_a_time(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, "qwen3_moe"))
     weights = ModelWeights(model)
     order = [name for name, _ in model.named_parameters()]
-    for name, tensor in checkpoint_names(model, weights):
+    stream = checkpoint_names(model, weights)
+    weights.given = 0
+    for name, tensor in stream:
         if "experts.0.gate_proj" in name:
             fused = name.replace("experts.0.gate_proj.weight", "experts.gate_up_proj")
             assert weights.given <= order.index(fused) + 2  # one more shows that the tensor's part is over

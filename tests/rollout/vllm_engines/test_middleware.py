@@ -47,6 +47,9 @@ class Inner:
 class Weights:
     """The engine behind the gate."""
 
+    async def settle(self, scope: Scope) -> None:
+        """There is nothing to do."""
+
     async def checksum(self, scope: Scope) -> str | None:  # noqa: ARG002  as in the protocol
         return "abc"
 
