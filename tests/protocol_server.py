@@ -47,6 +47,7 @@ class ProtocolServer:
         world_size: Processes that take weights, here threads.
         max_model_len: What it says of itself.
         max_num_seqs: Likewise.
+        max_lora_rank: Likewise.
         seconds: That a completion request takes.
     """
 
@@ -57,10 +58,12 @@ class ProtocolServer:
         world_size: int = 1,
         max_model_len: int = 512,
         max_num_seqs: int = 8,
+        max_lora_rank: int = 0,
         seconds: float = 0.0,
     ) -> None:
         self.token, self.seconds = token, seconds
         self.world_size, self.max_model_len, self.max_num_seqs = world_size, max_model_len, max_num_seqs
+        self.max_lora_rank = max_lora_rank
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         """What goes wrong with the next requests for a path, in turn."""
         self.always: dict[str, Fault] = {}
@@ -153,7 +156,7 @@ class ProtocolServer:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_generations": 64,
-            "max_lora_rank": 0,
+            "max_lora_rank": self.max_lora_rank,
             "dtype": "float32",
         }
 

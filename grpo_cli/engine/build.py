@@ -31,7 +31,7 @@ from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
-from grpo_cli.policy.adapters import FrozenWeights, MergedWeights, has_adapters
+from grpo_cli.policy.adapters import MergedWeights, has_adapters
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import set_checkpointing
 from grpo_cli.policy.fit import check_fit
@@ -175,13 +175,9 @@ def _build_weight_sync(
     weights, autocast = inputs.processes.named_weights(policy), inputs.processes.autocast
     if rollouts.weight_copies == 0:
         return WeightSync(rollouts, weights, canary=None, autocast=autocast)
-    # What only vLLM needs is not loaded without it.
-    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415
-    from grpo_cli.rollout.vllm.arguments import lora_rank_to_send  # noqa: PLC0415
+    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
-    if lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora) is not None:
-        weights = FrozenWeights(weights)
-    elif has_adapters(loaded.policy.model):
+    if has_adapters(loaded.policy.model):
         weights = MergedWeights(loaded.policy.model, weights)
     weights = checkpoint_names(loaded.policy.model, weights)
     canary = _build_canary(inputs, loaded, policy, rollouts, gradients)
@@ -206,6 +202,7 @@ def _build_canary(
         tolerance=asked,
         rounding=rounding(trains_in, samples_in),
         every=recipe.vllm.canary_steps,
+        first=2 if has_adapters(loaded.policy.model) else 1,
         seed=recipe.train.seed,
     )
 

@@ -47,7 +47,9 @@ class Canary:
         sampling: How training completions are drawn.
         tolerance: Largest mean difference, nats; None: `rounding` at first, and then twenty times the first difference, if that is less.
         rounding: From `rounding`.
-        every: Syncs between two checks; 0 checks the first sync only.
+        every: Syncs between two checks; 0 checks the first only.
+        first: Syncs at the beginning that are all checked. Fresh adapters change nothing, so that only the second sync shows whether they
+            are there.
         seed: The run's seed.
     """
 
@@ -62,6 +64,7 @@ class Canary:
         tolerance: float | None,
         rounding: float,
         every: int,
+        first: int = 1,
         seed: int,
     ) -> None:
         self._rollouts = rollouts
@@ -76,6 +79,7 @@ class Canary:
         self._adapts = tolerance is None
         self._tolerance = rounding if tolerance is None else tolerance
         self._every = every
+        self._first = first
         self._seed = seed
         self._syncs = 0
 
@@ -92,7 +96,7 @@ class Canary:
         Raises:
             TrainingError: If the engine samples from other weights than the policy's.
         """
-        due = self._syncs % self._every == 0 if self._every else self._syncs == 0
+        due = self._syncs < self._first or (self._every > 0 and self._syncs % self._every == 0)
         metrics = self._check(version) if due or in_any_case else {}
         self._syncs += 1
         return metrics

@@ -87,8 +87,10 @@ def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any], say: Callab
         if key.startswith(_FREE):
             continue
         if key.startswith(_FIXED):
+            adapters = (before.get("model") or {}).get("lora") is not None
             raise CheckpointError(
                 f"--resume: {key} was {then!r} in the checkpoint's run, is {value!r}",
-                hint="resume with the value of that run; a new run can start from the checkpoint's folder `model`",
+                hint="resume with the value of that run"
+                + ("" if adapters else "; a new run can start from the checkpoint's folder `model`"),
             )
         say(f"resuming with a changed recipe: {key} was {then!r}, is {value!r}")

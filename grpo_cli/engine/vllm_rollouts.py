@@ -11,13 +11,15 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
-from grpo_cli.policy.adapters import AdapterWeights
+from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
 from grpo_cli.recipe.addresses import is_loopback, server_addresses
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.rollout.sync.adapters import Adapters
+from grpo_cli.rollout.sync.names import checkpoint_names
 from grpo_cli.rollout.sync.transports import WeightTransport, address_towards, build_transport, choose_transport
 from grpo_cli.rollout.vllm.arguments import (
     engine_arguments,
@@ -62,6 +64,7 @@ def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> C
         adapters=_adapters(inputs, policy),
         sleeps=recipe.vllm.enable_sleep_mode,
         on_progress=recorder.progress,
+        on_notice=recorder.say,
     )
 
 
@@ -108,7 +111,6 @@ def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack:
             device=device.type,
             longest=longest_sequence(inputs),
             num_generations=_most_generations(recipe),
-            lora_rank=lora_rank_to_send(section, recipe.model.lora) or 0,
         ),
         server_timeout=section.server_timeout,
         on_progress=recorder.progress,
@@ -162,11 +164,17 @@ def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
     )
 
 
-def _adapters(inputs: Inputs, policy: PolicyModel) -> AdapterWeights | None:
-    """Stream the policy's adapters, if they go to vLLM as such."""
-    if lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora) is None:
+def _adapters(inputs: Inputs, policy: PolicyModel) -> Adapters | None:
+    """Stream the policy's adapters, if they are to go to vLLM as such."""
+    rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
+    if rank is None:
         return None
-    return AdapterWeights(policy.model, inputs.processes.named_weights(policy))
+    weights = inputs.processes.named_weights(policy)
+    return Adapters(
+        below=checkpoint_names(policy.model, FrozenWeights(weights)),
+        adapters=AdapterWeights(policy.model, weights),
+        rank=rank,
+    )
 
 
 def _most_generations(recipe: Recipe) -> int:

@@ -23,7 +23,11 @@ NAME = "default"
 """What PEFT calls the adapter of a model that has one only."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
+
+_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of a layer's experts."""
+
+_NAMES_IN_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 _PARTS = ("lora_A", "lora_B")
 
@@ -31,7 +35,7 @@ _PREFIX = "base_model.model."
 """What PEFT puts before the names in its files."""
 
 
-def attach_adapters(model: Any, section: LoraSection) -> None:
+def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = None) -> None:
     """Freeze a model's weights and put adapters beside them. At first they change nothing: one of each two matrices is 0.
 
     There is no dropout on them: a token's log-probability would depend on which call computed it. They are trained in float32,
@@ -40,52 +44,75 @@ def attach_adapters(model: Any, section: LoraSection) -> None:
     Args:
         model: A transformers model.
         section: The recipe's `model.lora`.
+        revision: Of the model, to be noted beside its name.
 
     Raises:
-        ModelError: If the model has no such layers, or other than linear ones.
+        ModelError: If the model has no such layers, or they get no adapters.
     """
     from peft import LoraConfig  # noqa: PLC0415  it takes a second to import, and most runs do without
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
-    targets: Any = section.target_modules
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    else:
-        _check_targets(model, targets)
+    wanted = _target_layers(model, section.target_modules)
     settings = LoraConfig(
-        r=section.r, lora_alpha=section.alpha, lora_dropout=0.0, use_rslora=section.use_rslora, target_modules=targets
+        r=section.r,
+        lora_alpha=section.alpha,
+        lora_dropout=0.0,
+        use_rslora=section.use_rslora,
+        target_modules=wanted,
+        revision=revision,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of what PEFT itself puts right, such as the layers that keep their weight transposed
-        model.add_adapter(settings, adapter_name=NAME)
+    try:
+        with warnings.catch_warnings():
+            # PEFT warns of what it puts right itself, such as layers that keep their weight transposed.
+            warnings.simplefilter("ignore")
+            model.add_adapter(settings, adapter_name=NAME)
+        found = [name for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        if sorted(found) != sorted(wanted):
+            raise ValueError(f"it would adapt {', '.join(sorted(set(found) ^ set(wanted))[:3])} otherwise")
+    except ValueError as error:
+        raise ModelError(
+            f"model.lora.target_modules: PEFT cannot put adapters on these layers of {type(model).__name__}: {error}",
+            hint="name other layers, such as [q_proj, v_proj]",
+        ) from error
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()
 
 
-def _check_targets(model: Any, targets: Sequence[str]) -> None:
-    """Check that every name is that of linear layers of the model's body; PEFT takes others, and passes over some that are not there."""
+def _target_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """Give the whole names of the layers that get adapters.
+
+    In a mixture of experts `all-linear` leaves out the layers of experts and routers, and those with their names: transformers keeps
+    all experts of a layer as one tensor, and PEFT takes a name such as `up_proj` for that.
+
+    Raises:
+        ModelError: If there are none, or one is not a linear layer of the model's body.
+    """
     head = model.get_output_embeddings()
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and layer is not head
-    }
+    layers = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head
+    ]
+    if list(targets) == ["all-linear"]:
+        config = model.config.get_text_config()
+        is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)
+        return [name for name in layers if not (is_mixture and name.rpartition(".")[2] in _NAMES_IN_EXPERTS)]
     known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    found: dict[str, None] = {}
     for target in targets:
-        found = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")]
-        if not found:
+        matching = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not matching:
             raise ModelError(
                 f"model.lora.target_modules: {type(model).__name__} has no layers called {target}",
                 hint=f"its linear layers are {known}",
             )
-        wrong = next((name for name in found if name not in layers), None)
+        wrong = next((name for name in matching if name not in layers), None)
         if wrong is not None:
             raise ModelError(
                 f"model.lora.target_modules: {wrong} gets no adapters; allowed: linear layers other than the head",
                 hint=f"which are {known}",
             )
+        found |= dict.fromkeys(matching)
+    return list(found)
 
 
 def load_adapters(model: Any, folder: Path) -> None:
@@ -98,15 +125,15 @@ def load_adapters(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: If there are none, or they are others.
     """
-    from peft import set_peft_model_state_dict  # noqa: PLC0415  see `attach_adapters`
-
     if not (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(f"{folder} holds no adapters: its run trained all weights, without model.lora")
     saved = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
     wanted = {name.replace(f".{NAME}.", "."): one for name, one in model.named_parameters() if one.requires_grad}
     if {name: one.shape for name, one in saved.items()} != {name: one.shape for name, one in wanted.items()}:
         raise CheckpointError(f"{folder} holds adapters of other layers or sizes than model.lora asks for")
-    set_peft_model_state_dict(model, saved, adapter_name=NAME)
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(saved[name])
 
 
 def has_adapters(model: Any) -> bool:

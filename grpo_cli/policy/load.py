@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
-from grpo_cli.policy.adapters import CONFIG_FILE, attach_adapters, load_adapters
+from grpo_cli.policy.adapters import attach_adapters, has_adapters, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
 
@@ -48,11 +48,6 @@ def load_model(
         CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
     location = prepared_location(section.name_or_path, folder)
-    if (Path(location.name_or_path) / CONFIG_FILE).is_file():
-        raise ModelError(
-            f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
-            hint="name the model that they were trained on; a run that trained them goes on with --resume",
-        )
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
     with _explained(section.name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
@@ -63,6 +58,12 @@ def load_model(
             trust_remote_code=section.trust_remote_code,
         )
         model.to(device)
+    if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
+        raise ModelError(
+            f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
+            hint="name the model that they were trained on, or merge them into it with PEFT (merge_and_unload); a run that trained them "
+            "goes on with --resume",
+        )
     if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
         raise ModelError(
             f"model.dtype: {section.name_or_path} has float16 weights, whose gradients underflow in training",
@@ -71,7 +72,7 @@ def load_model(
     if section.attn_implementation == "sdpa" and caps_attention(model.config):
         model.set_attn_implementation("eager")
     if section.lora is not None:
-        attach_adapters(model, section.lora)
+        attach_adapters(model, section.lora, revision=section.revision)
         if adapters is not None:
             load_adapters(model, adapters)
     disable_dropout(model)

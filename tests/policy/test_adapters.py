@@ -68,6 +68,23 @@ def test_merged_weights_are_those_of_a_model_without_adapters_that_says_the_same
     torch.testing.assert_close(logps(plain), logps(model), rtol=1e-5, atol=1e-5)
 
 
+def test_in_a_mixture_of_experts_the_experts_get_none(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "model", "qwen3_moe")
+    model = adapted(folder, r=2)
+    train_a_little(model)
+    layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    merged = dict(MergedWeights(model, NamedWeights(model)))
+    plain = load(folder)
+    assert merged.keys() == dict(NamedWeights(plain)).keys()
+    plain.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(logps(plain), logps(model), rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logps(adapted(folder, trained=tmp_path / "saved", r=2)), logps(model))
+    with pytest.raises(ModelError, match=r"gets no adapters|has no layers|cannot put adapters"):
+        adapted(folder, target_modules=["gate"])
+
+
 def test_merged_weights_of_layers_that_keep_them_transposed_are_pefts(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -17,26 +17,43 @@ def room_for(rank: int) -> int | None:
     return next((room for room in RANKS if room >= rank), None)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptersOnBase:
-    """Adapters, and the frozen weights below them only as often as these are needed: once, and after they were lost.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapters:
+    """A live policy's adapters, for engines that take them as such.
 
     Attributes:
-        base: Names and tensors of the weights below; can be iterated again, as can the other.
+        below: Names and tensors of the frozen weights below them; can be iterated again.
         adapters: Names, such as `model.layers.0.mlp.up_proj.lora_A`, and tensors of the adapters: A [r, inputs], and B [outputs, r]
-            with the scale in it.
-        has_base: Tells, at every iteration, whether the weights below are there.
+            with the scale in it; can be iterated again.
+        rank: Their rank, r.
     """
 
-    base: Iterable[tuple[str, Tensor]]
+    below: Iterable[tuple[str, Tensor]]
     adapters: Iterable[tuple[str, Tensor]]
-    has_base: Callable[[], bool]
+    rank: int
+
+    def after(self, has_below: Callable[[], bool]) -> "AdaptersToSend":
+        """Give what is to be sent to an engine, which says at every iteration whether it has the weights below."""
+        return AdaptersToSend(self, has_below)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersToSend:
+    """Adapters, and the weights below them only as often as these are needed: once, and after they were lost.
+
+    Attributes:
+        adapters: Both.
+        has_below: Tells whether the weights below are there.
+    """
+
+    adapters: Adapters
+    has_below: Callable[[], bool]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Give what is to be sent."""
-        if not self.has_base():
-            yield from self.base
-        yield from ((f"{MARK}{name}", tensor) for name, tensor in self.adapters)
+        """Give names and tensors."""
+        if not self.has_below():
+            yield from self.adapters.below
+        yield from ((f"{MARK}{name}", tensor) for name, tensor in self.adapters.adapters)
 
 
 def told_apart(

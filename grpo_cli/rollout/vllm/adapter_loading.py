@@ -1,6 +1,6 @@
 """New weights and new adapters into a model that vLLM runs. Imports vLLM: for processes where vLLM runs only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.sync.adapters import told_apart
 from grpo_cli.rollout.vllm.limits import ADAPTER_NAME
-from grpo_cli.rollout.vllm.loading import WeightLoading
+from grpo_cli.rollout.vllm.loading import WeightLoading, holds_a_part_only
 
 _NUMBER = 1
 """Of the adapter: there is one."""
@@ -38,10 +38,11 @@ class UpdateLoading:
         self._takes_weights = False
         self._has_weights = False
         self._adapters: dict[str, Tensor] = {}
+        self._ready: Any = None
 
     def begin(self) -> None:
         """Prepare for an update, whatever an earlier one has left."""
-        self._takes_weights, self._adapters = False, {}
+        self._takes_weights, self._adapters, self._ready = False, {}, None
 
     def load(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take some weights and adapters. See `WeightLoading.load`.
@@ -55,29 +56,43 @@ class UpdateLoading:
                 self._takes_weights, self._has_weights = True, False
                 self._weights.begin()
             self._weights.load(own)
-        if adapters:
-            self._check_places(name.rpartition(".")[0] for name, _ in adapters)
-        # Their memory is not theirs for long.
-        self._adapters |= {name: tensor.detach().clone() for name, tensor in adapters}
+        if adapters and not hasattr(self._model, "lora_manager"):
+            raise TrainingError("vLLM was started without room for adapters", hint="set vllm.merge_adapters")
+        # Copies, for the memory that they come in is not theirs for long.
+        self._adapters |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapters}
 
     def finish(self) -> None:
-        """Put the model's own weights to use.
+        """Put the model's own weights to use, and prepare the adapters.
 
         Raises:
-            TrainingError: If some are missing, or adapters came without what they belong on.
+            TrainingError: If some are missing, adapters came without what they belong on, or vLLM has no place for one of them.
         """
         if self._takes_weights:
             self._weights.finish()
             self._takes_weights, self._has_weights = False, True
         if not self._has_weights:
             raise TrainingError("adapters came before the weights that they belong on")
+        self._ready = self._prepared() if self._adapters else None
+        self._adapters = {}
 
     def activate(self) -> None:
         """Put the adapters of the last update to use, if it had some; vLLM forgets them at the end of an update."""
-        if not self._adapters:
+        if self._ready is None:
             return
+        manager = self._model.lora_manager
+        # All: what vLLM remembers of their places is forgotten with them only then.
+        manager.remove_all_adapters()
+        manager.add_adapter(self._ready)
+        manager.activate_adapter(self._ready.id)
+        self._ready = None
+
+    def _prepared(self) -> Any:
+        """Make vLLM's form of the adapters."""
         manager, adapters = self._model.lora_manager, self._adapters
         rank = next(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A"))
+        room = manager.lora_config.max_lora_rank
+        if rank > room:
+            raise TrainingError(f"the adapters have rank {rank}; vLLM was started for up to {room} (max_lora_rank)")
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
             _NUMBER,
@@ -88,22 +103,17 @@ class UpdateLoading:
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
-        manager.remove_adapter(_NUMBER)
-        manager.add_adapter(lora)
-        manager.activate_adapter(_NUMBER)
+        if not holds_a_part_only():
+            self._check_places(lora.loras)
+        return lora
 
-    def _check_places(self, layers: Any) -> None:
+    def _check_places(self, layers: Iterable[str]) -> None:
         """Check that vLLM puts adapters on these layers; others it would leave out without a word."""
-        manager = getattr(self._model, "lora_manager", None)
-        if manager is None:
-            raise TrainingError(
-                "vLLM runs without adapters", hint="start it with the recipe, or set vllm.merge_adapters"
-            )
-        packed = manager.packed_modules_mapping
-        known = {part for name in manager.supported_lora_modules for part in packed.get(name, [name])}
-        unknown = sorted({layer for layer in layers if layer.rpartition(".")[2] not in known})
+        manager = self._model.lora_manager
+        parts = {part for names in manager.packed_modules.values() for part in names}
+        unknown = sorted(set(layers) - manager.modules.keys() - parts)
         if unknown:
             raise TrainingError(
-                f"vLLM's {type(self._model).__name__} takes no adapters on {unknown[0]}; allowed: {', '.join(sorted(known))}",
+                f"vLLM's {type(self._model).__name__} puts no adapters on {unknown[0]}",
                 hint="set vllm.merge_adapters, or leave such layers out of model.lora.target_modules",
             )

@@ -11,12 +11,14 @@ from transformers import AutoConfig
 
 from grpo_cli.errors import ModelError, TrainingError
 from grpo_cli.rollout.cached_values import cached_values_per_token
-from grpo_cli.rollout.sync.adapters import AdaptersOnBase
+from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.buckets import sent_dtype
 from grpo_cli.rollout.vllm.completion import SampledTokens, completed_group
 from grpo_cli.rollout.vllm.containment import Containment, spared_process_group
 from grpo_cli.rollout.vllm.sampling import first_seed, sampling_fields
 from grpo_cli.types import FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
+
+_ADAPTER_ARGUMENTS = ("enable_lora", "max_loras", "max_lora_rank")
 
 _BLOCK_TOKENS = 128
 """What vLLM's cache on CPUs is divided into."""
@@ -37,10 +39,11 @@ class ColocateEngine:
         bucket_bytes: Weights that are held twice at once, beside the layers that are not complete.
         dtype: In which weights are handed over, see `sent_dtype`; None: as they are.
         max_num_seqs: Most completions that are sampled at once.
-        adapters: Names and tensors of the live policy's adapters, which are taken at every sync, while the weights that it is given are
-            taken once; None: all that it is given is taken.
+        adapters: The live policy's, which are taken instead of the weights that `sync` is given; None: it has none, or `arguments` make
+            no room for them.
         sleeps: Whether `rest` gives its memory back.
         on_progress: Called after every prompt with the number of tokens of its completions.
+        on_notice: Told, in a line, if vLLM has no adapters for this model.
 
     Attributes:
         weight_copies: 1.
@@ -60,9 +63,10 @@ class ColocateEngine:
         bucket_bytes: int,
         dtype: torch.dtype | None,
         max_num_seqs: int,
-        adapters: Iterable[tuple[str, Tensor]] | None = None,
+        adapters: Adapters | None = None,
         sleeps: bool = False,
         on_progress: Callable[[int], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._bucket_bytes = bucket_bytes
@@ -84,7 +88,13 @@ class ColocateEngine:
             failed.callback(self.close)
             self._llm = _start(engine, {"max_num_seqs": max_num_seqs, **arguments})
             self._loading = _update_loading(self._llm)
-            self._request = None if adapters is None else _adapter_request()
+            if adapters is not None and self._llm.llm_engine.vllm_config.lora_config is None:
+                self._adapters = None
+                if on_notice is not None:
+                    on_notice(
+                        "vLLM has no adapters for this model: it gets all weights with the adapters merged into them"
+                    )
+            self._request = None if self._adapters is None else _adapter_request()
             failed.pop_all()
 
     def generate(
@@ -143,7 +153,7 @@ class ColocateEngine:
         weights = self._weights
         if self._adapters is not None:
             had_base = self._has_base
-            weights = AdaptersOnBase(weights, self._adapters, lambda: had_base)
+            weights = self._adapters.after(lambda: had_base)
         self._has_weights = self._has_base = False
         with self._contained(), set_current_vllm_config(self._llm.llm_engine.vllm_config), torch.no_grad():
             if self._llm.llm_engine.is_sleeping():
@@ -280,6 +290,8 @@ def _start(engine: Any, arguments: dict[str, Any]) -> Any:
     try:
         everything = {"load_format": "dummy", **_with_bounded_cache(arguments)}
         model = EngineArgs(**everything).create_model_config()
+        if everything.get("enable_lora") and not _takes_adapters(model):
+            everything = {name: value for name, value in everything.items() if name not in _ADAPTER_ARGUMENTS}
         if not model.using_transformers_backend():
             return engine(use_tqdm_on_load=False, **everything)
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
@@ -289,6 +301,12 @@ def _start(engine: Any, arguments: dict[str, Any]) -> Any:
         "process, and with it for training",
         hint="set vllm.mode to server: vLLM then has a process of its own",
     )
+
+
+def _takes_adapters(model_config: Any) -> bool:
+    """Tell whether vLLM's class for a model can have adapters."""
+    kind, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config)
+    return bool(getattr(kind, "supports_lora", False))
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,6 @@ class Needs:
         device: Type of the device that trains, such as `cuda`; None: anything.
         longest: Longest prompt and completion together in tokens; None: not known.
         num_generations: Most completions of one prompt.
-        lora_rank: Of the adapters that it is to be given; 0: there are none.
     """
 
     model: str = "another model"
@@ -32,7 +31,6 @@ class Needs:
     device: str | None = None
     longest: int | None = None
     num_generations: int = 1
-    lora_rank: int = 0
 
 
 def model_sizes(config: Any) -> dict[str, int]:
@@ -81,12 +79,6 @@ def check_fit(server: str, status: "ServerStatus", needs: Needs) -> None:
             f"{needs.longest} here",
             hint=f"start it with --max-model-length {needs.longest}, or lower dataset.max_prompt_length or "
             "generation.max_completion_length",
-        )
-    if status.max_lora_rank < needs.lora_rank:
-        takes = f"adapters up to rank {status.max_lora_rank}" if status.max_lora_rank else "no adapters"
-        raise ModelError(
-            f"{server}: it takes {takes}; those of this run have rank {needs.lora_rank} (model.lora.r)",
-            hint="start it with this recipe: `grpo vllm-serve RECIPE`; or set vllm.merge_adapters, to send it whole weights",
         )
     if status.max_num_generations < needs.num_generations:
         raise ModelError(

@@ -74,7 +74,7 @@ class WeightLoading:
         """
         offer = _Offer(named, lambda: self._calls)
         self._load_part(offer)
-        if _holds_a_part_only() or not offer.seem_unused():
+        if holds_a_part_only() or not offer.seem_unused():
             return
         for name, tensor in offer.unused:  # it is slow to load weights one by one, so only these are
             if not self._load_part(_Offer([(name, tensor)], lambda: self._calls)):
@@ -193,7 +193,7 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
-def _holds_a_part_only() -> bool:
+def holds_a_part_only() -> bool:
     """Tell whether weights that go nowhere here may be those of another process: other layers, or other experts."""
     parallel = get_current_vllm_config().parallel_config
     return bool(parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.engine import EngineLostError
-from grpo_cli.rollout.sync.adapters import AdaptersOnBase
+from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.transaction import transfer
 from grpo_cli.rollout.sync.transports import WeightTransport
 from grpo_cli.rollout.vllm.client import ServerError, ServerStatus, VllmClient
@@ -47,8 +47,8 @@ class ServerEngine:
         transport: Carries weights to the servers.
         bucket_bytes: Weights that travel at once.
         dtype: In which weights travel; None: as they are.
-        adapters: Names and tensors of the live policy's adapters, which go to the servers at every sync, while the weights that it is
-            given go there once; None: all that it is given goes there.
+        adapters: The live policy's, which go to the servers instead of the weights that `sync` is given, if all servers take them; None: it
+            has none.
         needs: What the run needs of a server.
         server_timeout: Seconds to wait for a server to come back, if all are lost.
         on_progress: Called after every prompt with the number of tokens of its completions.
@@ -66,7 +66,7 @@ class ServerEngine:
         transport: WeightTransport,
         bucket_bytes: int,
         dtype: torch.dtype | None,
-        adapters: Iterable[tuple[str, Tensor]] | None = None,
+        adapters: Adapters | None = None,
         needs: Needs | None = None,
         server_timeout: float = 600.0,
         on_progress: Callable[[int], None] | None = None,
@@ -78,6 +78,7 @@ class ServerEngine:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._adapters = adapters
+        self._sends_adapters = self._told_of_merging = False
         self._needs = Needs() if needs is None else needs
         self._server_timeout = server_timeout
         self._on_progress = on_progress or (lambda _: None)
@@ -183,8 +184,9 @@ class ServerEngine:
         failures = [one.message for one in before if isinstance(one, ServerError)]
         if len(failures) == len(before):
             raise ServerError("; ".join(failures))
-        if self._adapters is not None:
-            named_weights = AdaptersOnBase(named_weights, self._adapters, self._receiver.has_base)
+        self._sends_adapters = self._adapters is not None and self._take_adapters(before, self._adapters.rank)
+        if self._adapters is not None and self._sends_adapters:
+            named_weights = self._adapters.after(self._receiver.has_all_weights)
         try:
             report = transfer(
                 self._receiver, named_weights, version, bucket_bytes=self._bucket_bytes, dtype=self._dtype
@@ -217,6 +219,20 @@ class ServerEngine:
     async def _close_clients(self) -> None:
         await together(server.client.aclose() for server in self._servers)
 
+    def _take_adapters(self, found: Sequence[ServerStatus | ServerError], rank: int) -> bool:
+        """Tell whether all servers that are there take adapters of a rank; say so, once, if one does not."""
+        for server, status in zip(self._servers, found, strict=True):
+            if isinstance(status, ServerStatus) and status.max_lora_rank < rank:
+                if not self._told_of_merging:
+                    takes = f"up to rank {status.max_lora_rank}" if status.max_lora_rank else "not"
+                    self._on_notice(
+                        f"{server.client}: it takes adapters {takes}; those of this run have rank {rank}, so it is sent all weights with "
+                        "the adapters merged into them (start it with this recipe to send it the adapters alone)"
+                    )
+                self._told_of_merging = True
+                return False
+        return True
+
     def _lost_since(self, before: Sequence[ServerStatus | ServerError]) -> str | None:
         """Say which server went away or was restarted since `before`; None: all are as they were."""
         for server, then, now in zip(self._servers, before, self._run(states, self._servers), strict=True):
@@ -247,7 +263,7 @@ class ServerEngine:
         """Make the request for a prompt's completions."""
         count = 1 if sampling.temperature == 0 else num_generations
         fields = sampling_fields(sampling, n=count, seed=first_seed(seed_key, prompt.uid, n=count))
-        named = {} if self._adapters is None else {"model": ADAPTER_NAME}
+        named = {"model": ADAPTER_NAME} if self._sends_adapters else {}
         return {"prompt": list(prompt.ids), **named, **fields}
 
     def _answers(self, bodies: Sequence[Mapping[str, Any]]) -> Generator[Answer]:

@@ -48,13 +48,16 @@ class ServerReceiver:
         self._taking: list[Server] = []
         self._connected: list[str] = []
         """Instances at the other end of the transport; none after a transfer that did not finish."""
-        self._complete: set[str] = set()
-        """Instances that have had an update that finished, and none since that did not."""
+        self._complete: dict[str, ServerStatus] = {}
+        """By instance what it said after an update that finished, if none has come since that did not."""
+        self._have_all = False
+        """Whether all servers of this update had such a one before, and have had no other since."""
 
     def begin(self) -> None:
         """Pause the servers, connect them, and prepare them for weights."""
         connected, self._connected = self._connected, []
         found = self._find()
+        self._have_all = all(_is_as_left(status, self._complete.get(status.instance)) for status in found)
         self._all(VllmClient.pause)
         instances = [status.instance for status in found]
         if instances != connected or not self._transport.is_open:
@@ -62,9 +65,9 @@ class ServerReceiver:
         self._all(VllmClient.start_weight_update)
         self._connected = instances
 
-    def has_base(self) -> bool:
-        """Tell whether all servers that take this update have had all weights before."""
-        return set(self._connected) <= self._complete
+    def has_all_weights(self) -> bool:
+        """Tell whether all servers that take this update have what the last one brought."""
+        return self._have_all
 
     def receive(self, bucket: Bucket) -> None:
         """Send a bucket to all servers."""
@@ -84,7 +87,7 @@ class ServerReceiver:
                     f"{server.client}: it has weights of version {status.policy_version} (checksum {status.checksum}) instead of "
                     f"version {version} (checksum {checksum}) that were sent"
                 )
-        self._complete = set(self._connected)
+        self._complete = {status.instance: status for status in found}
         self._all(VllmClient.reset_prefix_cache)
         self._all(VllmClient.resume)
         for server, status in zip(self._taking, found, strict=True):
@@ -93,7 +96,7 @@ class ServerReceiver:
     def abandon(self) -> None:
         """Disconnect; the servers stay paused."""
         self._connected = []
-        self._complete = set()
+        self._complete = {}
         self._transport.close()
 
     def close(self) -> None:
@@ -139,6 +142,11 @@ class ServerReceiver:
     def _all(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> list[T]:
         """Make a call to every server that takes weights, to all at once."""
         return self._run(_call_all, call, self._taking, arguments)
+
+
+def _is_as_left(now: ServerStatus, then: ServerStatus | None) -> bool:
+    """Tell whether a server has the weights that it was given; another run may have given it others."""
+    return then is not None and (now.policy_version, now.checksum) == (then.policy_version, then.checksum)
 
 
 async def _init(servers: Sequence[Server], infos: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_cli.rollout.sync.adapters import AdaptersOnBase, room_for, told_apart
+from grpo_cli.rollout.sync.adapters import Adapters, room_for, told_apart
 
 BASE = [("layer.weight", torch.zeros(2)), ("norm.weight", torch.ones(1))]
 ADAPTERS = [("layer.lora_A", torch.full((1, 2), 3.0)), ("layer.lora_B", torch.full((2, 1), 4.0))]
@@ -11,7 +11,7 @@ ADAPTERS = [("layer.lora_A", torch.full((1, 2), 3.0)), ("layer.lora_B", torch.fu
 
 def test_the_weights_below_are_sent_until_they_are_there() -> None:
     there = False
-    stream = AdaptersOnBase(BASE, ADAPTERS, lambda: there)
+    stream = Adapters(below=BASE, adapters=ADAPTERS, rank=1).after(lambda: there)
     own, adapters = told_apart(list(stream))
     assert own == BASE
     assert adapters == ADAPTERS

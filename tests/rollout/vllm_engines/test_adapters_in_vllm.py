@@ -16,6 +16,7 @@ from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights, MergedWeight
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.recipe.schema import LoraSection, ModelSection
+from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.vllm.colocate import ColocateEngine
 from grpo_cli.types import PolicyVersion, Prompt, Sampling, Segment
 
@@ -40,6 +41,11 @@ def train(model: Any, seed: int) -> None:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
 
 
+def adapters_of(model: Any) -> Adapters:
+    weights = NamedWeights(model)
+    return Adapters(below=FrozenWeights(weights), adapters=AdapterWeights(model, weights), rank=4)
+
+
 @pytest.fixture(scope="module")
 def engine(arguments: dict[str, Any], tokenizer: Any, model: Any) -> Iterator[ColocateEngine]:
     engine = ColocateEngine(
@@ -48,7 +54,7 @@ def engine(arguments: dict[str, Any], tokenizer: Any, model: Any) -> Iterator[Co
         bucket_bytes=1 << 18,
         dtype=None,
         max_num_seqs=SEQUENCES,
-        adapters=AdapterWeights(model, NamedWeights(model)),
+        adapters=adapters_of(model),
     )
     yield engine
     engine.close()
@@ -76,21 +82,34 @@ def test_the_adapters_alone_are_sent_once_the_weights_below_are_there(
     sizes = []
     for version in range(3):
         train(model, seed=version)
-        sizes.append(engine.sync(below, PolicyVersion(version)).bytes)
+        sizes.append(engine.sync((), PolicyVersion(version)).bytes)
         assert difference(engine, model, prompts, settings()) < TOLERANCE
     assert sizes == [whole + adapters, adapters, adapters]
     train(model, seed=3)
     assert difference(engine, model, prompts, settings()) > 0.1, "the engine's adapters are its own"
 
 
-def test_an_adapter_where_vllm_has_none_is_refused(engine: ColocateEngine, model: Any) -> None:
-    below = FrozenWeights(NamedWeights(model))
-    engine._adapters = [("model.layers.0.gate.lora_A", torch.zeros(4, 128))]
+@pytest.mark.parametrize("layer", ["model.layers.0.gate", "layers.0.self_attn.q_proj", "model.layers.9.mlp.up_proj"])
+def test_an_adapter_where_vllm_has_none_is_refused_and_nothing_is_lost(
+    layer: str,
+    engine: ColocateEngine,
+    model: Any,
+    prompts: list[Prompt],
+    settings: Callable[..., Sampling],
+) -> None:
+    engine._adapters = Adapters(
+        below=FrozenWeights(NamedWeights(model)),
+        adapters=[(f"{layer}.lora_A", torch.zeros(4, 128)), (f"{layer}.lora_B", torch.zeros(128, 4))],
+        rank=4,
+    )
     try:
-        with pytest.raises(TrainingError, match=r"takes no adapters on model\.layers\.0\.gate; allowed: .*q_proj"):
-            engine.sync(below, PolicyVersion(4))
+        with pytest.raises(TrainingError, match=rf"puts no adapters on {layer}"):
+            engine.sync((), PolicyVersion(4))
     finally:
-        engine._adapters = AdapterWeights(model, NamedWeights(model))
+        engine._adapters = adapters_of(model)
+    train(model, seed=5)
+    engine.sync((), PolicyVersion(5))
+    assert difference(engine, model, prompts, settings()) < TOLERANCE
 
 
 def test_an_engine_without_adapters_takes_merged_weights(
