@@ -292,6 +292,7 @@ def endless(many: Experiment, request: pytest.FixtureRequest) -> Launched:
     changes = {"vllm.tensor_parallel_size": 2, "generation.max_completion_length": 100, "train.max_steps": 100_000}
     launched = Launched(many, request.node.name, "train.save_steps=1", *overrides(changes))
     launched.wait_for_steps(2)
+    time.sleep(0.5)  # into the next sample
     return launched
 
 

@@ -11,8 +11,9 @@ from vllm.platforms import current_platform
 class GlooCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no types here
     """Exchanges by gloo, in which a process that has ended shows as an error.
 
-    vLLM's own way on CPUs leads through shared memory. There a process waits for one that has ended for ever, and hears no signal
-    meanwhile; and where a launcher has started the processes, that memory has the same name in all runs of a machine.
+    vLLM's own way on CPUs, where its kernels have it (on x86 those for AVX-512), leads through shared memory. There a process waits for
+    ever for one that has ended, and hears no signal meanwhile. And the memory has the same name in every run that a launcher starts: a
+    second run on the machine fails, as does one after a run that was killed.
 
     Args:
         unique_name: Of the group.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
+from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.errors import ModelError, TrainingError
@@ -87,6 +89,31 @@ def test_an_engine_with_processes_of_its_own_is_refused(
         ColocateEngine(wrong, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
 
 
+@pytest.fixture
+def training_group(tmp_path: Path) -> Iterator[Any]:
+    """A process group of one, as training has it."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_parts_of_an_engine_on_cpus_exchange_by_gloo(training_group: Any) -> None:
+    """In shared memory, which vLLM prefers where it can, a process waits for ever for one that has ended."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from grpo_cli.rollout.vllm.communicator import exchange_by_gloo
+
+    def communicator() -> Any:
+        return resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+
+    with exchange_by_gloo():
+        made = communicator()(cpu_group=training_group, device_group=training_group, unique_name="tp:0")
+    assert made.dist_module is distributed
+    assert communicator() is CpuCommunicator
+
+
 @pytest.mark.parametrize("grouped", [False, True], ids=["no process group", "training's process group"])
 def test_process_groups_are_those_of_training_after_a_start_that_failed_and_after_the_end(
     grouped: bool, folder: Path
@@ -100,7 +127,7 @@ def test_process_groups_are_those_of_training_after_a_start_that_failed_and_afte
         from grpo_cli.rollout.vllm.colocate import ColocateEngine
 
         if {grouped}:
-            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+            distributed.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             own = distributed.new_group([0])
 
         def start(**changes):
