@@ -16,6 +16,7 @@ must not survive a request to stop. Everything else that is raised is a mistake 
 
 import signal
 from dataclasses import dataclass
+from typing import Self
 
 
 class GrpoError(Exception):
@@ -105,6 +106,19 @@ class TrainingError(GrpoError):
 
 class LostProcessError(TrainingError):
     """Another process of this run has ended. Unless it was killed, it has said why."""
+
+    @classmethod
+    def shown_by(cls, error: RuntimeError) -> Self:
+        """Make it of what a collective operation raised.
+
+        Args:
+            error: Of the transport.
+        """
+        reason = str(error).strip().partition("\n")[0]
+        return cls(
+            f"another process of this run has ended: {reason}",
+            hint="if it did not say why, it was killed: is there enough memory?",
+        )
 
 
 class CheckpointError(GrpoError):

@@ -4,9 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+import pytest
+import torch
+from e2e.experiment import Experiment, completions, records, weights
 from vllm_server import free_port
 
 PROGRAM = """
@@ -18,6 +23,9 @@ for recipe, overrides, resume in json.loads(sys.argv[1]):
     run(load_recipe(Path(recipe), [one.replace("{rank}", os.environ["RANK"]) for one in overrides]), resume=resume)
 """
 
+SPREAD = ("processes/", "tokens/computed", "tokens/useful", "tokens_per_second", "time/", "step_time", "eval/time/")
+"""Metrics that depend on how the work is spread, or on a clock."""
+
 Job = tuple[Path, Mapping[str, object], str | None]
 """Recipe, changes, and what `--resume` says."""
 
@@ -26,10 +34,17 @@ def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
 
 
-def launch(count: int, jobs: Sequence[Job], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Do some runs one after another in the same processes. `{rank}` in a change is the process's number."""
+def launch(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> subprocess.CompletedProcess[str]:
+    """Do some runs one after another in the same processes, and then something else.
+
+    Args:
+        count: Number of processes.
+        jobs: `{rank}` in a change is the process's number.
+        folder: Where the program goes.
+        afterwards: What is done after all runs.
+    """
     program = folder / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM + afterwards)
     told = [(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     return subprocess.run(
@@ -42,7 +57,68 @@ def launch(count: int, jobs: Sequence[Job], folder: Path) -> subprocess.Complete
     )
 
 
-def train_in(count: int, jobs: Sequence[Job], folder: Path) -> None:
+def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> None:
     """Do some runs, all of which succeed."""
-    outcome = launch(count, jobs, folder)
+    outcome = launch(count, jobs, folder, afterwards=afterwards)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def assert_close(mine: Path, theirs: Path, *, but: tuple[str, ...] = (), atol: float = 2e-5) -> None:
+    """The same run, up to the order in which sums were made.
+
+    Args:
+        mine: A run directory.
+        theirs: Another.
+        but: Beginnings of metrics that are left out.
+        atol: By how much weights may differ.
+    """
+    for record, other in zip(records(mine), records(theirs), strict=True):
+        assert record.keys() - {"processes/imbalance"} == other.keys()
+        for name, value in record.items():
+            if not name.startswith((*SPREAD, *but)):
+                expected = None if other[name] is None else pytest.approx(other[name], rel=1e-4, abs=5e-5)
+                assert value == expected, (name, record["step"])
+    my_weights, their_weights = weights(mine), weights(theirs)
+    for name, value in my_weights.items():
+        torch.testing.assert_close(value, their_weights[name], rtol=1e-4, atol=atol, msg=name)
+    texts = [[[row["completion"] for row in rows] for rows in completions(one).values()] for one in (mine, theirs)]
+    assert texts[0] == texts[1]
+
+
+class Launched:
+    """A running `grpo train --nproc`.
+
+    Args:
+        experiment: What is run.
+        output: Name of its run directory.
+        *arguments: More of the command line.
+        count: Number of processes.
+    """
+
+    def __init__(self, experiment: Experiment, output: str, *arguments: str, count: int = 2) -> None:
+        self.output = experiment.output(output)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_cli", "train", str(experiment.recipe), "--nproc", str(count)),
+                *(f"train.output_dir={self.output}", *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def wait_for_steps(self, steps: int) -> None:
+        deadline = time.monotonic() + 120
+        while not (self.output / "metrics.jsonl").exists() or len(records(self.output)) < steps:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """By rank."""
+        return {int(child.environ()["RANK"]): child for child in psutil.Process(self.process.pid).children()}
+
+    def end(self) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, output, errors

@@ -217,11 +217,7 @@ class Processes:
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise LostProcessError(
-                f"another process of this run has ended: {reason}",
-                hint="if it did not say why, it was killed: is there enough memory?",
-            ) from error
+            raise LostProcessError.shown_by(error) from error
 
 
 def _one_hot(index: int, value: int, length: int) -> Tensor:

@@ -43,7 +43,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,
         device=str(stages.processes.device),
         processes=stages.processes.count,
-        engine=_engine(recipe.vllm),
+        engine=_engine(recipe.vllm, stages.processes.count),
         dataset=recipe.dataset.name,
         rows=rows,
         rewards=dict(zip(stages.scorer.names, stages.advantage_settings.weights, strict=True)),
@@ -66,12 +66,16 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     )
 
 
-def _engine(vllm: VllmSection) -> str | None:
+def _engine(vllm: VllmSection, processes: int) -> str | None:
     """Name the engine that samples, unless it is the built-in one."""
     if vllm.mode is None:
         return None
     if vllm.mode == "colocate":
-        return "vLLM in this process"
+        if processes == 1:
+            return "vLLM in this process"
+        return (
+            f"vLLM in every {'process' if vllm.tensor_parallel_size == 1 else f'{vllm.tensor_parallel_size} processes'}"
+        )
     addresses = server_addresses(vllm)
     many = f"s ({len(addresses)})" if len(addresses) > 1 else ""
     return f"vLLM server{many} {', '.join(addresses)}{', started by this run' if vllm.start else ''}"

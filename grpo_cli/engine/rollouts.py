@@ -8,6 +8,7 @@ from grpo_cli.engine.memory import automatic_cached_tokens
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.telemetry.recorder import Recorder
@@ -30,11 +31,37 @@ def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack
     if processes.count == 1:
         engine = _open(inputs, policy, recorder, stack)
     else:
-        alone = inputs.recipe.vllm.mode == "server"  # one process talks to the servers
-        own = None if alone and not processes.is_main else _open(inputs, policy, recorder, stack)
-        engine = SpreadRollouts(own, alone=alone, processes=processes)
+        engines = count_engines(inputs.recipe.vllm, processes.count)
+        elsewhere = inputs.recipe.vllm.mode == "server" and not processes.is_main
+        own = None if elsewhere else _open(inputs, policy, recorder, stack)
+        engine = SpreadRollouts(own, engines=engines, processes=processes)
     stack.callback(engine.close)
     return engine
+
+
+def count_engines(vllm: VllmSection, processes: int) -> int:
+    """Count the engines that sample in a run; each is in an equal number of its processes.
+
+    Args:
+        vllm: The recipe's section.
+        processes: Of the run.
+
+    Raises:
+        TrainingError: If an engine is to be spread over a number of processes by which theirs cannot be divided.
+    """
+    if vllm.mode == "server":  # one process talks to the servers, which may be many
+        return 1
+    if vllm.mode is None:
+        return processes
+    size = vllm.tensor_parallel_size
+    if processes % size:
+        allowed = [str(number) for number in range(1, processes + 1) if processes % number == 0]
+        raise TrainingError(
+            f"vllm.tensor_parallel_size: found {size}, but this run has {processes} process{'es' if processes > 1 else ''}, which "
+            f"vllm.mode: colocate spreads each engine over; allowed: {', '.join(allowed)}",
+            hint=f"start it with --nproc {size}, or a multiple of {size}",
+        )
+    return processes // size
 
 
 def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitStack) -> RolloutEngine:
@@ -45,11 +72,6 @@ def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitSt
 
         if recipe.vllm.mode == "server":
             return open_servers(inputs, policy, recorder, stack)
-        if inputs.processes.count > 1:
-            raise TrainingError(
-                f"vllm.mode: colocate works in one process so far; this run has {inputs.processes.count}",
-                hint="use vllm.mode: server, or leave it out for the built-in engine",
-            )
         return open_colocated(inputs, policy, recorder)
     return LocalEngine(
         policy.model,

@@ -18,6 +18,7 @@ from grpo_cli.engine.plan import run_plan
 from grpo_cli.engine.prompts import load_held_out_prompts, load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
 from grpo_cli.engine.resume import Resumed, find_resumed
+from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.shared_scoring import SharedScorer
@@ -57,6 +58,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     _quiet_libraries()
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
+    count_engines(recipe.vllm, processes.count)  # which they may not go with: told before anything is loaded
     console = open_console(quiet=not processes.is_main)
     require_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.train.output_dir).expanduser().resolve()

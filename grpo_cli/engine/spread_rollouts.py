@@ -1,4 +1,4 @@
-"""A rollout engine that is many: every process samples its part of the prompts, and all get all completions."""
+"""A rollout engine that is many: each samples its part of the prompts, and all processes get all completions."""
 
 import hashlib
 import json
@@ -17,38 +17,39 @@ class SpreadRollouts:
     """The engines of all processes, as one.
 
     Args:
-        engine: This process's; None: another process's samples everything (a server, which one process talks to).
-        alone: Whether the main process's engine samples everything.
+        engine: This process's, or its part of one; None: the main process's samples everything (a server, which one process talks to).
+        engines: How many there are. Each is in an equal number of neighbouring processes, which ask it for the same; the first of them
+            tells what it sampled.
         processes: The processes of this run.
 
     Attributes:
-        weight_copies: As many as the main process's engine has.
+        weight_copies: Of all engines together; all of them have as many as the main process's.
     """
 
-    def __init__(self, engine: RolloutEngine | None, *, alone: bool, processes: Processes) -> None:
+    def __init__(self, engine: RolloutEngine | None, *, engines: int, processes: Processes) -> None:
         own = 0 if engine is None else engine.weight_copies
-        self.weight_copies = int(processes.from_main(str(own).encode()))
+        self.weight_copies = engines * int(processes.from_main(str(own).encode()))
         self._engine = engine
-        self._alone = alone
+        self._engines = engines
         self._processes = processes
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
     ) -> list[Group]:
         """See `RolloutEngine`. The randomness of a completion does not depend on the process that samples it."""
-        parts = 1 if self._alone else self._processes.count
-        rank = self._processes.rank
+        # Before they sample: those that share an engine would wait for each other for ever if they asked it for different things.
+        self._processes.check_same(_digest(prompts), "prompts")
+        engines, members = self._engines, self._processes.count // self._engines
+        engine, member = divmod(self._processes.rank, members)
         mine: list[Group] = []
         if self._engine is not None:
             mine = self._engine.generate(
-                prompts[rank::parts], sampling, num_generations=num_generations, seed_key=seed_key
+                prompts[engine::engines], sampling, num_generations=num_generations, seed_key=seed_key
             )
-        self._processes.check_same(_digest(prompts), "prompts")
-        told = [
-            _completions(message) for message in self._processes.gather(_message([one.completions for one in mine]))
-        ]
+        messages = self._processes.gather(_message([one.completions for one in mine] if member == 0 else []))
+        told = [_completions(message) for message in messages[::members]]
         return [
-            Group(prompt=prompt, completions=told[number % parts][number // parts])
+            Group(prompt=prompt, completions=told[number % engines][number // engines])
             for number, prompt in enumerate(prompts)
         ]
 

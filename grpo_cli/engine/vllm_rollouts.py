@@ -1,5 +1,6 @@
-"""vLLM as the engine that samples: in this process, or in servers that run already or are started here."""
+"""vLLM as the engine that samples: in the processes that train, or in servers that run already or are started here."""
 
+import math
 import secrets
 from contextlib import ExitStack
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.rollouts import dtype_name
+from grpo_cli.engine.rollouts import count_engines, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
 from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
@@ -42,7 +43,7 @@ _MOST_SEQUENCES = 256
 
 
 def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> ColocateEngine:
-    """Start vLLM in this process.
+    """Start vLLM in this process. With several, all of them do so at once, for parts of an engine too.
 
     Args:
         inputs: What the run starts from.
@@ -54,7 +55,7 @@ def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> C
         ModelError: If it does not start with this model.
     """
     recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
-    recorder.say(f"starting vLLM {vllm_version()} in this process")
+    recorder.say(f"starting vLLM {vllm_version()} in {'this' if inputs.processes.count == 1 else 'every'} process")
     return ColocateEngine(
         _arguments(inputs, dtype),
         inputs.tokenizer,
@@ -161,6 +162,7 @@ def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
         tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
         trust_remote_code=model.trust_remote_code,
         lora_rank=lora_rank_to_send(recipe.vllm, model.lora),
+        sharing_memory=inputs.processes.sharing_memory if recipe.vllm.mode == "colocate" else None,
     )
 
 
@@ -183,11 +185,12 @@ def _most_generations(recipe: Recipe) -> int:
 
 
 def _most_sequences(inputs: Inputs) -> int:
-    """Count the completions that are asked for at once, as far as sampling them at once pays."""
-    recipe = inputs.recipe
-    trained = recipe.train.prompts_per_step * recipe.grpo.steps_per_generation * recipe.grpo.num_generations
-    held_out = len(inputs.held_out.prompts) * recipe.eval.num_generations
-    return min(_MOST_SEQUENCES, max(trained, held_out))
+    """Count the completions that an engine is asked for at once, as far as sampling them at once pays."""
+    recipe, engines = inputs.recipe, count_engines(inputs.recipe.vllm, inputs.processes.count)
+    trained = math.ceil(recipe.train.prompts_per_step * recipe.grpo.steps_per_generation / engines)
+    held_out = math.ceil(len(inputs.held_out.prompts) / engines)
+    most = max(trained * recipe.grpo.num_generations, held_out * recipe.eval.num_generations)
+    return min(_MOST_SEQUENCES, most)
 
 
 def _transport(recipe: Recipe, hosts: list[str], device: torch.device) -> WeightTransport:
@@ -226,7 +229,7 @@ def longest_sequence(inputs: Inputs) -> int | None:
 
 
 def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
-    """Estimate what vLLM takes of the memory that this run trains in; nothing if it runs elsewhere, as far as is known."""
+    """Estimate what vLLM takes of the memory that this process trains in; nothing if it runs elsewhere, as far as is known."""
     recipe, section = inputs.recipe, inputs.recipe.vllm
     if section.mode == "server" and not section.start:
         return 0
@@ -235,9 +238,11 @@ def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
         return int(section.gpu_memory_utilization * (available or 0))
     dtype = sampling_dtype(recipe, policy)
     itemsize = int(getattr(torch, dtype).itemsize)
-    weights = itemsize * sum(parameter.numel() for parameter in policy.parameters())
+    parts = section.tensor_parallel_size if section.mode == "colocate" else 1  # a server's are all on this machine
+    weights = itemsize * sum(parameter.numel() for parameter in policy.parameters()) // parts
     cache = int(_arguments(inputs, dtype).get("kv_cache_memory_bytes", 0))
-    values, longest = cached_values_per_token(policy.model.config.get_text_config()), longest_sequence(inputs)
+    values = cached_values_per_token(policy.model.config.get_text_config(), parts=parts)
+    longest = longest_sequence(inputs)
     if section.mode == "colocate" and values is not None and longest is not None:  # it takes no more than can be filled
         cache = min(cache, _most_sequences(inputs) * longest * values * itemsize)
     return weights + cache

@@ -29,6 +29,7 @@ def _length(recipe: Recipe) -> str:
 
 def _engine(vllm: VllmSection) -> str:
     if vllm.mode == "colocate":
-        return "vLLM in the training process"
+        size = vllm.tensor_parallel_size
+        return "vLLM in the training process" if size == 1 else f"vLLM in every {size} training processes"
     started = ", started and ended with the run" if vllm.start else ""
     return f"vLLM at {', '.join(server_addresses(vllm))}{started}"

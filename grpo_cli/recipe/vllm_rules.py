@@ -134,17 +134,6 @@ def correction_fits_the_loss(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
-def processes_can_share_a_model(recipe: Recipe) -> Iterable[Finding]:
-    """A model inside the training process is spread over as many GPUs as there are such processes."""
-    section = recipe.vllm
-    if section.mode == "colocate" and section.tensor_parallel_size > 1:
-        yield Finding(
-            keys=("vllm.tensor_parallel_size", "vllm.mode"),
-            message=f"found {section.tensor_parallel_size}; allowed with colocate: 1, because one process trains, and vLLM is in it",
-            hint="a server can take several GPUs: `vllm.mode: server`",
-        )
-
-
 def servers_are_named_once(recipe: Recipe) -> Iterable[Finding]:
     """A list of servers stands alone: nothing else says where they are, and the run does not start them."""
     section = recipe.vllm
@@ -344,7 +333,6 @@ VLLM_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     correction_reads_its_settings,
     correction_lets_equal_probabilities_through,
     correction_fits_the_loss,
-    processes_can_share_a_model,
     servers_are_named_once,
     servers_can_be_reached,
     started_server_is_private,

@@ -3,11 +3,12 @@
 from typing import Any
 
 
-def cached_values_per_token(config: Any) -> int | None:
+def cached_values_per_token(config: Any, *, parts: int = 1) -> int | None:
     """Count the keys and values of a token.
 
     Args:
         config: Of the text model, as transformers has it.
+        parts: Processes that the heads are spread over; those of one of them are counted.
 
     Returns:
         None for a model without attention heads, which keeps a state of its own kind, and if the configuration does not say.
@@ -20,7 +21,10 @@ def cached_values_per_token(config: Any) -> int | None:
         if hidden is None:
             return None
         head_size = hidden // heads
-    return 2 * layers * (positive_integer(config, "num_key_value_heads") or heads) * head_size
+    cached_heads = positive_integer(config, "num_key_value_heads") or heads
+    return (
+        2 * layers * max(1, cached_heads // parts) * head_size
+    )  # a head is in more than one process rather than in none
 
 
 def positive_integer(config: Any, name: str) -> int | None:

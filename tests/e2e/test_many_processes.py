@@ -9,11 +9,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from e2e.experiment import Experiment, assert_same_run, completions, make_experiment, records, weights
-from many_processes import launch, overrides, train_in
+from e2e.experiment import Experiment, assert_same_run, make_experiment, records, weights
+from many_processes import Launched, assert_close, launch, overrides, train_in
 from tiny_models import build_tiny_model
 
 from grpo_cli.engine.run import run
@@ -39,8 +38,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "evaluated": {"eval.dataset.name": "data.jsonl", "eval.every": 2},
 }
-SPREAD = ("processes/", "tokens/computed", "tokens/useful", "tokens_per_second", "time/", "step_time", "eval/time/")
-"""What depends on how the work is spread, or on a clock."""
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +63,6 @@ def in_two(experiment: Experiment) -> None:
     """All settings, in two processes."""
     build_tiny_model(experiment.folder / "experts", "qwen3_moe")
     train_in(2, [(experiment.recipe, changes(experiment, name, "two"), None) for name in SETTINGS], experiment.folder)
-
-
-def assert_close(mine: Path, theirs: Path) -> None:
-    """The same run, up to the order in which sums were made."""
-    for record, other in zip(records(mine), records(theirs), strict=True):
-        assert record.keys() - {"processes/imbalance"} == other.keys()
-        for name, value in record.items():
-            if not name.startswith(SPREAD):
-                expected = None if other[name] is None else pytest.approx(other[name], rel=1e-4, abs=5e-5)
-                assert value == expected, (name, record["step"])
-    my_weights, their_weights = weights(mine), weights(theirs)
-    for name, value in my_weights.items():
-        torch.testing.assert_close(value, their_weights[name], rtol=1e-4, atol=2e-5, msg=name)
-    texts = [[[row["completion"] for row in rows] for rows in completions(one).values()] for one in (mine, theirs)]
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.usefixtures("in_two")
@@ -135,40 +117,6 @@ def test_processes_with_different_weights_are_refused(experiment: Experiment) ->
     assert outcome.returncode != 0
     assert "process 1 has loaded other weights than process 0" in outcome.stderr
     assert not (experiment.output("different") / "metrics.jsonl").exists()
-
-
-class Launched:
-    """A running `grpo train --nproc 2`."""
-
-    def __init__(self, experiment: Experiment, output: str, *arguments: str) -> None:
-        self.output = experiment.output(output)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_cli", "train", str(experiment.recipe), "--nproc", "2"),
-                *(f"train.output_dir={self.output}", *arguments),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def wait_for_steps(self, steps: int) -> None:
-        deadline = time.monotonic() + 120
-        while not (self.output / "metrics.jsonl").exists() or len(records(self.output)) < steps:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """By rank."""
-        return {
-            int(child.environ()["RANK"]): child for child in psutil.Process(self.process.pid).children(recursive=True)
-        }
-
-    def end(self) -> tuple[int, str, str]:
-        output, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, output, errors
 
 
 ENDLESS = ("train.max_steps=100000",)

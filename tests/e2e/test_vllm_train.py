@@ -5,6 +5,7 @@ and nothing that is left behind.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
+from many_processes import Launched, assert_close, overrides, train_in
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from vllm_server import VllmServer, free_port
@@ -31,12 +33,9 @@ MARK = "GRPO_TEST_EXPERIMENT"
 """Environment variable that every process of a run inherits."""
 STEPS = 6
 
-LYING = """
-import sys
-
+LIE = """
 from grpo_cli.rollout.sync import names
 
-names.checkpoint_names = lambda model, named: Lie(named)
 FIRST, SECOND = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
 
 
@@ -49,11 +48,34 @@ class Lie:
             yield {FIRST: SECOND, SECOND: FIRST}.get(name, name), tensor
 
 
+def lie():
+    names.checkpoint_names = lambda model, named: Lie(named)
+"""
+"""Sends two matrices under each other's name: what arrives is what was sent, and still it is wrong."""
+LYING = f"""
+import sys
+{LIE}
+lie()
+
 from grpo_cli.cli.app import main
 
 sys.exit(main())
 """
-"""Sends two matrices under each other's name: what arrives is what was sent, and still it is wrong."""
+LYING_IN_ONE_OF_TWO = f"""
+from grpo_cli.errors import TrainingError
+{LIE}
+assert os.environ["LOCAL_WORLD_SIZE"] == "2", "vLLM writes its own there"
+if os.environ["RANK"] == "1":
+    lie()
+for size in (1, 2):
+    try:
+        run(load_recipe(Path(recipe), [*overrides, f"vllm.tensor_parallel_size={{size}}", f"train.output_dir={{recipe}}-lied"]))
+    except TrainingError as error:
+        assert "does not sample from the trained weights" in error.message, error
+    else:
+        sys.exit("nobody has noticed")
+"""
+"""After other runs, with the last one's settings: the other process's engine has the wrong weights, or its part of the only one."""
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +120,13 @@ def wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str], sec
     raise AssertionError(f"the run did not come so far: {process.communicate(timeout=10)}")
 
 
-def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS) -> None:
+def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS, *, output: str = "run") -> None:
     """Look at what a run with vLLM tells of it."""
-    told = records(experiment.output())
+    told = [
+        record for record in records(experiment.output(output)) if "policy_version" in record
+    ]  # the others are evaluations
     assert [record["step"] for record in told] == list(range(1, steps + 1))
-    size = sum(tensor.nbytes for tensor in weights(experiment.output()).values())
+    size = sum(tensor.nbytes for tensor in weights(experiment.output(output)).values())
     for record in told:
         assert record["sync/bytes"] >= size
         assert 0 < record["sampling/logp_difference/mean"] < 1e-4, "another engine, the same weights"
@@ -246,3 +270,83 @@ def test_runs_attach_to_a_server_one_after_another(
             torch.testing.assert_close(
                 tensor, other[name], atol=1e-3, rtol=0, msg=f"{name}: the same run in another mode"
             )
+
+
+MANY: dict[str, object] = {
+    "train.prompts_per_step": 3,  # not the same number for each of two
+    "train.max_steps": 3,
+    "train.learning_rate": 0.001,
+    "grpo.num_generations": 3,
+    "eval.dataset.name": "data.jsonl",
+    "eval.temperature": 0,
+}
+"""Samples and greedy completions, in a run whose steps do not make the most of rounding."""
+
+
+@pytest.fixture(scope="module")
+def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """A run with an engine in its process, and with engines in and over two processes, which then are lied to."""
+    experiment = make(tmp_path_factory.mktemp("many"), model, mode="colocate")
+    outcome = train(experiment, *overrides({**MANY, "train.output_dir": experiment.output("alone")}))
+    assert outcome.returncode == 0, outcome.stderr
+    jobs = {
+        size: {**MANY, "train.output_dir": experiment.output(str(size)), "vllm.tensor_parallel_size": size}
+        for size in (1, 2)
+    }
+    train_in(
+        2, [(experiment.recipe, job, None) for job in jobs.values()], experiment.folder, afterwards=LYING_IN_ONE_OF_TWO
+    )
+    return experiment
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_engines_in_and_over_processes_sample_as_one_does(many: Experiment, size: int) -> None:
+    assert_vllm_sampled(many, 3, output=str(size))
+    assert_close(many.output(str(size)), many.output("alone"), but=("sampling/", "canary/"), atol=1e-4)
+
+
+def test_wrong_weights_of_another_process_stop_the_run(many: Experiment) -> None:
+    """The fixture has seen it in both processes; each of two engines, and each part of one, is looked at."""
+    assert not Path(f"{many.recipe}-lied").exists()
+
+
+def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(many: Experiment) -> None:
+    launched = Launched(many, "odd", "vllm.tensor_parallel_size=2", count=3)
+    code, _, errors = launched.end()
+    assert code == 4
+    assert errors == (
+        "error: vllm.tensor_parallel_size: found 2, but this run has 3 processes, which vllm.mode: colocate spreads each engine over; "
+        "allowed: 1, 3\n  hint: start it with --nproc 2, or a multiple of 2\n"
+    )
+
+
+@pytest.fixture
+def endless(many: Experiment, request: pytest.FixtureRequest) -> Launched:
+    """A run that does not end by itself in two processes that share an engine, and sample nearly all the time."""
+    changes = {"vllm.tensor_parallel_size": 2, "generation.max_completion_length": 100, "train.max_steps": 100_000}
+    launched = Launched(many, request.node.name, "train.save_steps=1", *overrides(changes))
+    launched.wait_for_steps(2)
+    time.sleep(0.5)  # into the next sample
+    return launched
+
+
+def test_a_killed_process_ends_the_one_that_shares_its_engine(endless: Launched) -> None:
+    workers = endless.workers()
+    workers[1].kill()
+    began = time.monotonic()
+    code, output, errors = endless.end()
+    assert time.monotonic() - began < 30
+    assert code == 137, (output, errors)
+    assert not any(worker.is_running() for worker in workers.values())
+    assert "process 1 was killed by SIGKILL" in errors
+    assert not {"Traceback", "Dumping"} & set(errors.split()), "vLLM would tell all of its settings"
+
+
+def test_a_signal_ends_processes_that_share_an_engine(endless: Launched) -> None:
+    workers = endless.workers()
+    endless.process.send_signal(signal.SIGTERM)
+    code, output, errors = endless.end()
+    assert code == 143, (output, errors)
+    assert not any(worker.is_running() for worker in workers.values())
+    assert errors.count("stopped by SIGTERM") == 1
+    assert not {"Traceback", "Dumping"} & set(errors.split())

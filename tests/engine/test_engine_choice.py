@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from vllm_server import free_port
 
 from grpo_cli.engine.distributed import NamedWeights
+from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run import run
 from grpo_cli.engine.vllm_rollouts import _transport
 from grpo_cli.errors import TrainingError
@@ -49,6 +50,24 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_begins(
     assert "vllm.server_timeout" in caught.value.message
     assert "grpo vllm-serve" in str(caught.value)
     assert f"waiting for vLLM server http://127.0.0.1:{unused_port}" in capsys.readouterr().out
+    assert not experiment.output().exists()
+
+
+@pytest.mark.parametrize(("processes", "size", "engines"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (6, 3, 2), (4, 4, 1)])
+def test_processes_are_cut_into_groups_with_an_engine_each(
+    experiment: Experiment, processes: int, size: int, engines: int
+) -> None:
+    settings = ["vllm.mode=colocate", f"vllm.tensor_parallel_size={size}"]
+    assert count_engines(load_recipe(experiment.recipe, settings).recipe.vllm, processes) == engines
+
+
+def test_an_engine_over_more_processes_than_there_are_ends_the_run_before_it_begins(experiment: Experiment) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(load_recipe(experiment.recipe, ["vllm.mode=colocate", "vllm.tensor_parallel_size=2"]))
+    assert caught.value.message == (
+        "vllm.tensor_parallel_size: found 2, but this run has 1 process, which vllm.mode: colocate spreads each engine over; allowed: 1"
+    )
+    assert caught.value.hint == "start it with --nproc 2, or a multiple of 2"
     assert not experiment.output().exists()
 
 

@@ -39,6 +39,7 @@ def section(*overrides: str) -> VllmSection:
         "vllm: {mode: server, server_base_urls: [http://localhost:8000, https://node7/], token_file: token}",
         "vllm: {mode: server, weight_transport: process_group, group_host: 10.0.0.1, group_port: 29500}",
         "vllm: {mode: colocate, enable_sleep_mode: true, engine: {max_num_batched_tokens: 8192}}",
+        "vllm: {mode: colocate, tensor_parallel_size: 2}",
         "vllm: {mode: colocate, importance_sampling_clip_min: 0.5, importance_sampling_clip_max: null}",
         "vllm: {mode: colocate, importance_sampling_clip_min: 0.5, importance_sampling_clip_max: 1}",
         "vllm: {mode: colocate, importance_sampling_correction: false, canary_steps: 0}",
@@ -164,6 +165,10 @@ def test_loopback_is_this_machine_only() -> None:
     ("overrides", "line"),
     [
         (("vllm.mode=colocate",), "  engine   vLLM in the training process"),
+        (
+            ("vllm.mode=colocate", "vllm.tensor_parallel_size=2"),
+            "  engine   vLLM in every 2 training processes",
+        ),
         (("vllm.mode=server",), "  engine   vLLM at http://127.0.0.1:8000"),
         (
             ("vllm.mode=server", "vllm.start=true", "vllm.server_port=9"),

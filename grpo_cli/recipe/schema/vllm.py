@@ -12,7 +12,7 @@ class VllmSection:
 
     mode: Literal["server", "colocate"] | None = option(
         None,
-        help="`server`: one or more `grpo vllm-serve` sample; `colocate`: vLLM inside the training process; left out: the built-in "
+        help="`server`: one or more `grpo vllm-serve` sample; `colocate`: vLLM inside the training processes; left out: the built-in "
         "engine.",
     )
     start: bool = option(False, help="server: start `grpo vllm-serve` on this machine, and end it with the run.")
@@ -77,7 +77,11 @@ class VllmSection:
         "auto",
         help="Precision of vLLM's weights and arithmetic; `auto`: bfloat16 with `train.bf16`, else that of the model as it trains.",
     )
-    tensor_parallel_size: int = option(1, minimum=1, help="server: GPUs that one copy of the model is spread over.")
+    tensor_parallel_size: int = option(
+        1,
+        minimum=1,
+        help="GPUs that one copy of the model is spread over. colocate: as many of the training processes, whose number must be a multiple.",
+    )
     data_parallel_size: int = option(1, minimum=1, help="server: copies of the model.")
     max_model_length: int | None = option(
         None, minimum=2, help="Longest prompt and completion together; left out: what this run can need."

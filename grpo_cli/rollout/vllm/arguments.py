@@ -47,6 +47,7 @@ def engine_arguments(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     lora_rank: int | None = None,
+    sharing_memory: int | None = None,
     where: str = "recipe",
 ) -> dict[str, Any]:
     """Give the arguments of vLLM's engine (fields of its `EngineArgs`), for this process or for a server.
@@ -62,6 +63,8 @@ def engine_arguments(
         tokenizer: If it is not the model's own.
         trust_remote_code: Run code that comes with the model.
         lora_rank: Of the adapters that it is to take; None: it takes none.
+        sharing_memory: Processes on this machine that have an engine, or a part of one, in themselves; None: the engine starts processes
+            of its own.
         where: Place of `vllm.engine`, for errors.
 
     Raises:
@@ -84,7 +87,7 @@ def engine_arguments(
     }
     hub = {name: value for name, value in (("revision", revision), ("tokenizer", tokenizer)) if value is not None}
     adapters = {} if lora_rank is None else {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(lora_rank)}
-    return ours | hub | _FIXED | adapters | (_on_cpu(section) if on_cpu else {}) | further
+    return ours | hub | _FIXED | adapters | (_on_cpu(section, sharing_memory) if on_cpu else {}) | further
 
 
 def lora_rank_to_send(section: VllmSection, lora: LoraSection | None) -> int | None:
@@ -252,7 +255,7 @@ def _vllm_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def _on_cpu(section: VllmSection) -> dict[str, Any]:
+def _on_cpu(section: VllmSection, sharing_memory: int | None) -> dict[str, Any]:
     """Bound the cache by what is free now: a share of all memory, as vLLM takes it, is rarely there on a machine in use."""
     # They import torch, which takes seconds: wrong options are told sooner.
     import torch  # noqa: PLC0415
@@ -263,7 +266,7 @@ def _on_cpu(section: VllmSection) -> dict[str, Any]:
     share = int(section.gpu_memory_utilization * (free_memory(torch.device("cpu")) or 0) / 2)
     return {
         # Half of the share is left for weights and activations.
-        "kv_cache_memory_bytes": min(share, _MAX_CACHE_BYTES_ON_CPU) // workers,
+        "kv_cache_memory_bytes": min(share // (sharing_memory or workers), _MAX_CACHE_BYTES_ON_CPU // workers),
         # Compiling takes longer than it saves.
         "enforce_eager": True,
         # A prompt of a seeded request that is fed in parts kills the engine: "CPU Generator does not use offset".

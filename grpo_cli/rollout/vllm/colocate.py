@@ -1,15 +1,16 @@
-"""vLLM inside the training process."""
+"""vLLM inside the training process, or spread over several of them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from transformers import AutoConfig
 
-from grpo_cli.errors import ModelError, TrainingError
+from grpo_cli.errors import LostProcessError, ModelError, TrainingError
+from grpo_cli.recipe.vllm_rules import ENGINE_ARGUMENTS
 from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.buckets import sent_dtype
@@ -25,7 +26,10 @@ _BLOCK_TOKENS = 128
 
 
 class ColocateEngine:
-    """Samples by a vLLM engine in this process, from a copy of the weights. See `RolloutEngine`.
+    """Samples by a vLLM engine in this process, or by this process's part of one, from a copy of the weights. See `RolloutEngine`.
+
+    If several processes train, all of them make one at the same time, and `tensor_parallel_size` neighbouring ones share an engine: they
+    make the same calls with the same arguments. Each has all completions, and gives its part all weights.
 
     It starts without weights and asserts that a sync comes before the first sample. What vLLM does to the process is put back
     after each call (see `containment`); if nobody had made a process group, there is one of vLLM's until `close`.
@@ -49,8 +53,9 @@ class ColocateEngine:
         weight_copies: 1.
 
     Raises:
-        TrainingError: If vLLM is not installed, or cannot do what `arguments` say in one process.
+        TrainingError: If vLLM is not installed, or cannot do what `arguments` say in training processes.
         ModelError: If the engine does not start with this model.
+        LostProcessError: If another process that the engine is spread over has ended, as for `generate`.
     """
 
     weight_copies = 1
@@ -86,7 +91,8 @@ class ColocateEngine:
             engine = _engine_class(arguments)
             self._closing.callback(self._shut_down)
             failed.callback(self.close)
-            self._llm = _start(engine, {"max_num_seqs": max_num_seqs, **arguments})
+            with _lost_processes():
+                self._llm = _start(engine, {"max_num_seqs": max_num_seqs, **arguments, **_placement()})
             self._loading = _update_loading(self._llm)
             if adapters is not None and self._llm.llm_engine.vllm_config.lora_config is None:
                 self._adapters = None
@@ -117,7 +123,8 @@ class ColocateEngine:
             parameters = [self._parameters(prompt, sampling, num_generations // copies, seed_key) for prompt in prompts]
             if self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up(tags=["kv_cache"])
-            sampled = self._sample(prompts, parameters, copies)
+            with _lost_processes():
+                sampled = self._sample(prompts, parameters, copies)
         return [
             completed_group(prompt, one * copies, tokenizer=self._tokenizer, version=self._version)
             for prompt, one in zip(prompts, sampled, strict=True)
@@ -262,11 +269,17 @@ def _adapter_request() -> Any:
 
 def _engine_class(arguments: Mapping[str, Any]) -> Any:
     """Give vLLM's engine, if it can do here what it is told."""
-    for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
-        if arguments.get(name, 1) != 1:  # weights would have to reach other processes
+    for name, only in (
+        ("data_parallel_size", 1),
+        ("pipeline_parallel_size", 1),
+        ("distributed_executor_backend", None),
+    ):
+        found = arguments.get(name, only)
+        if found != only:  # weights would have to reach other processes
             raise TrainingError(
-                f"vllm.{name}: found {arguments[name]}; with vllm.mode: colocate the engine is in the one process that trains",
-                hint="set vllm.mode to server",
+                f"{ENGINE_ARGUMENTS.get(name, f'vllm.engine.{name}')}: found {found}; with vllm.mode: colocate vLLM is in the processes "
+                "that train, and has none of its own",
+                hint="leave it out, or set vllm.mode to server",
             )
     try:
         from vllm import LLM  # noqa: PLC0415  only within a containment
@@ -283,9 +296,36 @@ def _engine_class(arguments: Mapping[str, Any]) -> Any:
     return LLM
 
 
+def _placement() -> dict[str, Any]:
+    """Say where the engine runs, if not in one process alone: in those that train, by the process group that they have."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return {}
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+@contextmanager
+def _lost_processes() -> Iterator[None]:
+    """Tell errors of the transport between the processes of an engine: another one has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_transport(error):
+            raise
+        raise LostProcessError.shown_by(error) from error
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Tell errors of collective operations; gloo's and those of vLLM's binding of NCCL have no class of their own."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, distributed.DistError) or any(name in str(error) for name in ("gloo/", "NCCL error"))
+
+
 def _start(engine: Any, arguments: dict[str, Any]) -> Any:
     """Build the engine. It reads no weights: they all come from the trainer, which is checked with every sync."""
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415  only within a containment
+
+    from grpo_cli.rollout.vllm.communicator import exchange_by_gloo  # noqa: PLC0415  it imports vLLM
 
     try:
         everything = {"load_format": "dummy", **_with_bounded_cache(arguments)}
@@ -293,8 +333,11 @@ def _start(engine: Any, arguments: dict[str, Any]) -> Any:
         if everything.get("enable_lora") and not _takes_adapters(model):
             everything = {name: value for name, value in everything.items() if name not in _ADAPTER_ARGUMENTS}
         if not model.using_transformers_backend():
-            return engine(use_tqdm_on_load=False, **everything)
+            with exchange_by_gloo():
+                return engine(use_tqdm_on_load=False, **everything)
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+        if _is_of_transport(error):
+            raise
         raise ModelError(f"vLLM does not start with {arguments['model']}: {_reason(error)}") from error
     raise ModelError(
         f"vLLM would run {arguments['model']} ({', '.join(model.architectures)}) with transformers' classes, which it changes for the whole "
@@ -327,7 +370,7 @@ def _with_bounded_cache(arguments: dict[str, Any]) -> dict[str, Any]:
         revision=arguments.get("revision"),
         trust_remote_code=arguments.get("trust_remote_code", False),
     )
-    values = cached_values_per_token(config.get_text_config())
+    values = cached_values_per_token(config.get_text_config(), parts=arguments.get("tensor_parallel_size", 1))
     if values is None:
         return arguments
     block_bytes = _BLOCK_TOKENS * values * getattr(torch, arguments["dtype"], torch.float32).itemsize

@@ -24,6 +24,8 @@ from torch import distributed
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 """Where a user says what they want to read of vLLM; this project's choice is errors alone, for the start of an engine warns a
 dozen times of what is contained here or cannot be changed."""
+_DUMPS = "vllm.logging_utils.dump_input"
+"""Logs pages of settings and requests before an error is raised, which are for a user who asked to read of vLLM."""
 
 _MAX_NODES = 1024
 """Bits of the kernel's sets of NUMA nodes."""
@@ -37,6 +39,7 @@ class Containment:
 
     def __init__(self) -> None:
         self._log_level = os.environ.get(LOG_LEVEL, "ERROR")
+        self._dumps_level = "NOTSET" if LOG_LEVEL in os.environ else "CRITICAL"
         self._environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process
             "VLLM_NO_USAGE_STATS": "1",
@@ -55,6 +58,7 @@ class Containment:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             logging.getLogger("vllm").setLevel(self._log_level.upper())
+            logging.getLogger(_DUMPS).setLevel(self._dumps_level)
             yield
 
     @contextmanager

@@ -71,6 +71,8 @@ def test_on_a_cpu_the_cache_is_bounded_in_bytes_shared_by_the_workers_and_free_t
     assert one["enable_chunked_prefill"] is False, "seeded prompts in parts kill vLLM's engine on CPUs"
     four = arguments(VllmSection(tensor_parallel_size=2, data_parallel_size=2), on_cpu=True)
     assert four["kv_cache_memory_bytes"] <= (1 << 30) // 4
+    half = arguments(VllmSection(tensor_parallel_size=2), on_cpu=True, sharing_memory=4)
+    assert half["kv_cache_memory_bytes"] <= (1 << 30) // 2
     free = arguments(VllmSection(engine={"kv_cache_memory_bytes": 5, "enforce_eager": False}), on_cpu=True)
     assert (free["kv_cache_memory_bytes"], free["enforce_eager"]) == (5, False)
     assert "kv_cache_memory_bytes" not in arguments()
@@ -88,6 +90,10 @@ def test_the_cache_takes_half_of_what_a_control_group_leaves(monkeypatch: pytest
     monkeypatch.setattr(device_memory, "CONTROL_GROUPS", group)
     found = arguments(VllmSection(gpu_memory_utilization=0.5), on_cpu=True)
     assert found["kv_cache_memory_bytes"] == (2 << 20) // 4
+    for size in (1, 2):
+        shared = VllmSection(gpu_memory_utilization=0.5, tensor_parallel_size=size)
+        each = arguments(shared, on_cpu=True, sharing_memory=4)
+        assert each["kv_cache_memory_bytes"] == (2 << 20) // 4 // 4, "each of the training processes takes its share"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
+from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.errors import ModelError, TrainingError
@@ -30,6 +33,15 @@ def test_the_cache_of_a_model_without_attention_heads_is_left_as_it_is(tmp_path:
     MambaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     arguments = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 30}
     assert _with_bounded_cache({**arguments, "max_num_seqs": 2})["kv_cache_memory_bytes"] == 1 << 30
+
+
+def test_each_part_of_an_engine_has_a_cache_for_its_heads(arguments: dict[str, Any]) -> None:
+    """The tiny model has two heads for keys and values, and one in each of four processes that it might be spread over."""
+    whole, half, quarter = (
+        _with_bounded_cache({**arguments, "max_num_seqs": 2, "tensor_parallel_size": size})["kv_cache_memory_bytes"]
+        for size in (1, 2, 4)
+    )
+    assert whole == 2 * half == 2 * quarter
 
 
 @pytest.mark.parametrize("family", ["smollm3", "olmo2"])
@@ -61,10 +73,45 @@ def test_the_level_that_the_user_exported_counts_every_time(level: str, monkeypa
         assert os.environ[LOG_LEVEL] == level
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
-def test_an_engine_of_several_processes_is_refused(name: str, arguments: dict[str, Any], tokenizer: Any) -> None:
-    with pytest.raises(TrainingError, match=rf"vllm\.{name}: found 2; .* one process"):
-        ColocateEngine({**arguments, name: 2}, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("vllm.data_parallel_size", 2),
+        ("vllm.engine.pipeline_parallel_size", 2),
+        ("vllm.engine.distributed_executor_backend", "mp"),
+    ],
+)
+def test_an_engine_with_processes_of_its_own_is_refused(
+    key: str, found: object, arguments: dict[str, Any], tokenizer: Any
+) -> None:
+    wrong = {**arguments, key.rpartition(".")[2]: found}
+    with pytest.raises(TrainingError, match=rf"{re.escape(key)}: found {found}; .* in the processes that train"):
+        ColocateEngine(wrong, tokenizer, bucket_bytes=1, dtype=None, max_num_seqs=1)
+
+
+@pytest.fixture
+def training_group(tmp_path: Path) -> Iterator[Any]:
+    """A process group of one, as training has it."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_parts_of_an_engine_on_cpus_exchange_by_gloo(training_group: Any) -> None:
+    """In shared memory, which vLLM prefers where it can, a process waits for ever for one that has ended."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from grpo_cli.rollout.vllm.communicator import exchange_by_gloo
+
+    def communicator() -> Any:
+        return resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+
+    with exchange_by_gloo():
+        made = communicator()(cpu_group=training_group, device_group=training_group, unique_name="tp:0")
+    assert made.dist_module is distributed
+    assert communicator() is CpuCommunicator
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["no process group", "training's process group"])
@@ -80,7 +127,7 @@ def test_process_groups_are_those_of_training_after_a_start_that_failed_and_afte
         from grpo_cli.rollout.vllm.colocate import ColocateEngine
 
         if {grouped}:
-            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+            distributed.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             own = distributed.new_group([0])
 
         def start(**changes):
