@@ -2,15 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
-from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.rollout.engine import EngineLostError, RevivableEngine, RolloutEngine
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
+
+T = TypeVar("T")
 
 
 class SpreadRollouts:
@@ -41,12 +44,11 @@ class SpreadRollouts:
         self._processes.check_same(_digest(prompts), "prompts")
         engines, members = self._engines, self._processes.count // self._engines
         engine, member = divmod(self._processes.rank, members)
-        mine: list[Group] = []
-        if self._engine is not None:
-            mine = self._engine.generate(
-                prompts[engine::engines], sampling, num_generations=num_generations, seed_key=seed_key
-            )
-        messages = self._processes.gather(_message([one.completions for one in mine] if member == 0 else []))
+        part = prompts[engine::engines]
+        mine = self._all_or_none(
+            lambda own: own.generate(part, sampling, num_generations=num_generations, seed_key=seed_key)
+        )
+        messages = self._processes.gather(_message([one.completions for one in mine or ()] if member == 0 else []))
         told = [_completions(message) for message in messages[::members]]
         return [
             Group(prompt=prompt, completions=told[number % engines][number // engines])
@@ -55,9 +57,18 @@ class SpreadRollouts:
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Give this process's engine the weights; what it took is the main process's to tell."""
-        if self._engine is None:
-            return SyncReport(version=version, bytes=0)
-        return self._engine.sync(named_weights, version)
+        report = self._all_or_none(lambda own: own.sync(named_weights, version))
+        return SyncReport(version=version, bytes=0) if report is None else report
+
+    def revive(self, lost: EngineLostError) -> None:
+        """Have the engine that was lost started again or waited for, by the process that has it. See `RevivableEngine`."""
+
+        def revived(own: RolloutEngine) -> None:
+            if not isinstance(own, RevivableEngine):
+                raise lost
+            own.revive(lost)
+
+        self._all_or_none(revived)
 
     def rest(self) -> None:
         """Let this process's engine rest."""
@@ -68,6 +79,23 @@ class SpreadRollouts:
         """Close this process's engine."""
         if self._engine is not None:
             self._engine.close()
+
+    def _all_or_none(self, call: Callable[[RolloutEngine], T]) -> T | None:
+        """Have every process's engine do something, if it has one. All come to know if one was lost, so that all try again.
+
+        Raises:
+            EngineLostError: In every process, if one raised it.
+        """
+        result, lost = None, None
+        try:
+            if self._engine is not None:
+                result = call(self._engine)
+        except EngineLostError as error:
+            lost = error
+        told = self._processes.gather(json.dumps(None if lost is None else [lost.message, lost.hint]).encode())
+        for message, hint in filter(None, map(json.loads, told)):
+            raise EngineLostError(message, hint=hint) from lost
+        return result
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

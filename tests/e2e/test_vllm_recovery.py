@@ -62,9 +62,9 @@ def recoveries(experiment: Experiment) -> int:
 
 
 def server_of(process: subprocess.Popen[str]) -> psutil.Process:
-    """Find the server that a run has started."""
-    (server,) = psutil.Process(process.pid).children()
-    return server
+    """Find the server that a run has started, in whichever of its processes."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return next(one for one in found if "grpo_cli.rollout.vllm.served_process" in one.cmdline())
 
 
 def engine_of(server: psutil.Process) -> psutil.Process:
@@ -92,6 +92,20 @@ def test_a_started_server_is_started_again_and_the_run_is_the_same(
     assert_same_samples(experiment.output(), undisturbed)
     assert recoveries(experiment) == 2
     assert (experiment.output() / "vllm-server.1.log").stat().st_size > 0
+    assert_nothing_is_left(experiment)
+
+
+def test_a_server_of_several_processes_is_started_again(model: Path, tmp_path: Path) -> None:
+    """One of them talks to it; all of them wait, and go on with the step that it was lost in."""
+    experiment = make(tmp_path, model, mode="server", start=True, server_port=free_port())
+    process = start(experiment, MORE, "--nproc", "2")
+    wait_for_steps(experiment.output(), 2, process)
+    server_of(process).kill()
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert output.count("vLLM ended by signal SIGKILL; it is started again") == 1
+    assert [record["step"] for record in records(experiment.output())] == list(range(1, STEPS + 1))
+    assert recoveries(experiment) == 1
     assert_nothing_is_left(experiment)
 
 
