@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "large batches": {"train.micro_batch_tokens": 4096},
     "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
     "experts": {"grpo.router_aux_loss_coef": 0.1},
+    "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
     "evaluated": {"eval.dataset.name": "data.jsonl", "eval.every": 2},
 }
 
