@@ -30,12 +30,14 @@ def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack
     engine: RolloutEngine
     if processes.count == 1:
         engine = _open(inputs, policy, recorder, stack)
+        stack.callback(engine.close)
     else:
         engines = count_engines(inputs.recipe.vllm, processes.count)
         elsewhere = inputs.recipe.vllm.mode == "server" and not processes.is_main
         own = None if elsewhere else _open(inputs, policy, recorder, stack)
+        if own is not None:
+            stack.callback(own.close)
         engine = SpreadRollouts(own, engines=engines, processes=processes)
-    stack.callback(engine.close)
     return engine
 
 

@@ -58,7 +58,9 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     _quiet_libraries()
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
-    count_engines(recipe.vllm, processes.count)  # which they may not go with: told before anything is loaded
+    # Told before anything is loaded, and before processes wait for each other in vLLM.
+    processes.check_same(dataclasses.asdict(recipe.vllm), "settings of vLLM in its recipe")
+    count_engines(recipe.vllm, processes.count)
     console = open_console(quiet=not processes.is_main)
     require_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.train.output_dir).expanduser().resolve()

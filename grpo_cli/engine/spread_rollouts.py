@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class SpreadRollouts:
     ) -> list[Group]:
         """See `RolloutEngine`. The randomness of a completion does not depend on the process that samples it."""
         # Before they sample: those that share an engine would wait for each other for ever if they asked it for different things.
-        self._processes.check_same(_digest(prompts), "prompts")
+        self._processes.check_same(_digest(prompts, sampling, num_generations, seed_key), "prompts")
         engines, members = self._engines, self._processes.count // self._engines
         engine, member = divmod(self._processes.rank, members)
         part = prompts[engine::engines]
@@ -61,14 +61,16 @@ class SpreadRollouts:
         return SyncReport(version=version, bytes=0) if report is None else report
 
     def revive(self, lost: EngineLostError) -> None:
-        """Have the engine that was lost started again or waited for, by the process that has it. See `RevivableEngine`."""
+        """Have the engine that was lost started again or waited for, by the process that has it. See `RevivableEngine`.
 
-        def revived(own: RolloutEngine) -> None:
+        If it does not come back, that process alone says so; the others wait for it, and end when it has saved and left.
+        """
+        own = self._engine
+        if own is not None:
             if not isinstance(own, RevivableEngine):
                 raise lost
             own.revive(lost)
-
-        self._all_or_none(revived)
+        self._processes.gather(b"")
 
     def rest(self) -> None:
         """Let this process's engine rest."""
@@ -98,8 +100,9 @@ class SpreadRollouts:
         return result
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
-    return hashlib.sha256(json.dumps([prompt.ids for prompt in prompts]).encode()).hexdigest()
+def _digest(prompts: Sequence[Prompt], *settings: Any) -> str:
+    asked = [[(prompt.uid, prompt.ids) for prompt in prompts], *settings]
+    return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
 
 
 def _message(groups: Sequence[Sequence[Completion]]) -> bytes:

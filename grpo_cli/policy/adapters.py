@@ -27,7 +27,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of a layer's experts."""
 
-_NAMES_IN_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+_LINEAR = (nn.Linear, Conv1D)
+"""But not what is made of them: a router may be one that does something else."""
+
+_NAMES_IN_EXPERTS = frozenset(
+    {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+)
 
 _PARTS = ("lora_A", "lora_B")
 
@@ -82,16 +87,14 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
 def _target_layers(model: Any, targets: Sequence[str]) -> list[str]:
     """Give the whole names of the layers that get adapters.
 
-    In a mixture of experts `all-linear` leaves out the layers of experts and routers, and those with their names: transformers keeps
-    all experts of a layer as one tensor, and PEFT takes a name such as `up_proj` for that.
+    In a mixture of experts `all-linear` leaves out routers and feed-forward layers, dense ones too: transformers keeps all experts of a
+    layer as one tensor, and PEFT takes a name such as `up_proj` for that.
 
     Raises:
         ModelError: If there are none, or one is not a linear layer of the model's body.
     """
     head = model.get_output_embeddings()
-    layers = [
-        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head
-    ]
+    layers = [name for name, layer in model.named_modules() if type(layer) in _LINEAR and layer is not head]
     if list(targets) == ["all-linear"]:
         config = model.config.get_text_config()
         is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)

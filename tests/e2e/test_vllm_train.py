@@ -139,16 +139,17 @@ def assert_vllm_sampled(experiment: Experiment, steps: int = STEPS, *, output: s
     assert all(0 < check < 1e-4 for check in checks)
 
 
-def assert_adapters_were_sent(experiment: Experiment) -> None:
+def assert_adapters_were_sent(experiment: Experiment, output: str = "run", steps: int = STEPS) -> None:
     """All weights once, then only the adapters; the canary, in every second step, saw that they were the trainer's."""
-    told = records(experiment.output())
-    adapters = sum(tensor.nbytes for tensor in weights(experiment.output()).values())
+    told = [record for record in records(experiment.output(output)) if "loss" in record]
+    assert len(told) == steps
+    adapters = sum(tensor.nbytes for tensor in weights(experiment.output(output)).values())
     sizes = [record["sync/bytes"] for record in told]
     assert sizes[0] > 10 * adapters
     assert all(adapters <= size < 1.1 * adapters + 4096 for size in sizes[1:])
     assert all(0 < record["sampling/logp_difference/mean"] < 1e-4 for record in told)
     changed = [record["canary/logp_difference/mean"] for record in told if "canary/logp_difference/mean" in record]
-    assert len(changed) >= STEPS // 2
+    assert len(changed) >= steps // 2
 
 
 def assert_nothing_is_left(experiment: Experiment) -> None:
@@ -289,13 +290,15 @@ def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     experiment = make(tmp_path_factory.mktemp("many"), model, mode="colocate")
     outcome = train(experiment, *overrides({**MANY, "train.output_dir": experiment.output("alone")}))
     assert outcome.returncode == 0, outcome.stderr
-    jobs = {
-        size: {**MANY, "train.output_dir": experiment.output(str(size)), "vllm.tensor_parallel_size": size}
-        for size in (1, 2)
-    }
-    train_in(
-        2, [(experiment.recipe, job, None) for job in jobs.values()], experiment.folder, afterwards=LYING_IN_ONE_OF_TWO
-    )
+    adapted = {"model.lora.r": 4, "vllm.tensor_parallel_size": 2, "train.output_dir": experiment.output("adapted")}
+    jobs = [
+        {**MANY, **adapted},
+        *(
+            {**MANY, "train.output_dir": experiment.output(str(size)), "vllm.tensor_parallel_size": size}
+            for size in (1, 2)
+        ),
+    ]
+    train_in(2, [(experiment.recipe, job, None) for job in jobs], experiment.folder, afterwards=LYING_IN_ONE_OF_TWO)
     return experiment
 
 
@@ -303,6 +306,10 @@ def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 def test_engines_in_and_over_processes_sample_as_one_does(many: Experiment, size: int) -> None:
     assert_vllm_sampled(many, 3, output=str(size))
     assert_close(many.output(str(size)), many.output("alone"), but=("sampling/", "canary/"), atol=1e-4)
+
+
+def test_adapters_are_sampled_with_by_an_engine_over_two_processes(many: Experiment) -> None:
+    assert_adapters_were_sent(many, output="adapted", steps=3)
 
 
 def test_wrong_weights_of_another_process_stop_the_run(many: Experiment) -> None:

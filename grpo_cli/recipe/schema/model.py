@@ -17,7 +17,7 @@ class LoraSection:
     target_modules: list[str] = option(
         factory=lambda: ["all-linear"],
         help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head, "
-        "and but experts and their routers.",
+        "and in a mixture of experts all but routers and feed-forward layers.",
     )
     use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
 

@@ -26,7 +26,9 @@ class VllmSection:
         None,
         help="server: file with the servers' token, for its owner alone; left out: the environment variable GRPO_VLLM_TOKEN, if it is set.",
     )
-    server_timeout: float = option(600.0, above=0, help="server: seconds to wait for it to be ready at the start.")
+    server_timeout: float = option(
+        600.0, above=0, help="server: seconds to wait for it to be ready, at the start and after it was lost."
+    )
     connect_timeout: float = option(10.0, above=0, help="server: seconds to wait for a connection.")
     request_timeout: float = option(
         1800.0, above=0, help="server: seconds to wait for all completions of a prompt, or for a call about weights."

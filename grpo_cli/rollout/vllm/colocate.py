@@ -272,6 +272,7 @@ def _engine_class(arguments: Mapping[str, Any]) -> Any:
     for name, only in (
         ("data_parallel_size", 1),
         ("pipeline_parallel_size", 1),
+        ("prefill_context_parallel_size", 1),
         ("distributed_executor_backend", None),
     ):
         found = arguments.get(name, only)

@@ -79,6 +79,8 @@ class ServerEngine:
         self._dtype = dtype
         self._adapters = adapters
         self._sends_adapters = self._told_of_merging = False
+        self._sent_apart = False
+        """Whether the last weights that all servers took were adapters beside what is below them, and not merged."""
         self._needs = Needs() if needs is None else needs
         self._server_timeout = server_timeout
         self._on_progress = on_progress or (lambda _: None)
@@ -186,7 +188,9 @@ class ServerEngine:
             raise ServerError("; ".join(failures))
         self._sends_adapters = self._adapters is not None and self._take_adapters(before, self._adapters.rank)
         if self._adapters is not None and self._sends_adapters:
-            named_weights = self._adapters.after(self._receiver.has_all_weights)
+            apart = self._sent_apart
+            named_weights = self._adapters.after(lambda: apart and self._receiver.has_all_weights())
+        self._sent_apart = False
         try:
             report = transfer(
                 self._receiver, named_weights, version, bucket_bytes=self._bucket_bytes, dtype=self._dtype
@@ -196,7 +200,7 @@ class ServerEngine:
             if lost is None:
                 raise
             raise ServerError(f"{lost} ({error.message})", hint=error.hint) from error
-        self._version = version
+        self._version, self._sent_apart = version, self._sends_adapters
         return report
 
     def rest(self) -> None:

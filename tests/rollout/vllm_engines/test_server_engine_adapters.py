@@ -84,5 +84,9 @@ def test_a_server_without_room_gets_merged_weights_and_is_told_of_once(
         assert received(small) == received(large) == {name for name, _ in MERGED}
     generate(engine, many(2))
     assert all("model" not in body for path, body in small.calls + large.calls if path == "/v1/completions")
-    [notice] = notices
+    small.stop()
+    sync(engine, 3)
+    assert received(large) == WHOLE, "what it has is merged"
+    notice = notices[0]
+    assert sum("merged" in line for line in notices) == 1
     assert notice.startswith(f"vLLM server {small.url}: it takes adapters up to rank 1; those of this run have rank 2")
