@@ -49,7 +49,7 @@ def load_model(
     """
     location = prepared_location(section.name_or_path, folder)
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
-    with _explained(section.name_or_path):
+    with explained(section.name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             location.name_or_path,
             revision=section.revision,
@@ -61,7 +61,7 @@ def load_model(
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
-            hint="name the model that they were trained on, or merge them into it with PEFT (merge_and_unload); a run that trained them "
+            hint="name the model that they were trained on, or make a whole model with `grpo export --merge`; a run that trained them "
             "goes on with --resume",
         )
     if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
@@ -97,7 +97,7 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
     name = section.tokenizer_name_or_path or section.name_or_path
     revision = section.revision if name == section.name_or_path else None
     location = prepared_location(name, folder)
-    with _explained(name):
+    with explained(name):
         tokenizer = AutoTokenizer.from_pretrained(
             location.name_or_path, revision=revision, trust_remote_code=section.trust_remote_code
         )
@@ -170,7 +170,7 @@ def prepared_location(name_or_path: str, folder: Path) -> ModelLocation:
         return location
     target = converted_folder(location)
     if not (target / "config.json").is_file():
-        with _explained(name_or_path):
+        with explained(name_or_path):
             _convert_gguf(location, target)
     return ModelLocation(name_or_path=str(target))
 
@@ -205,7 +205,7 @@ def _convert_gguf(location: ModelLocation, target: Path) -> None:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def explained(name: str) -> Iterator[None]:
     """Turn what transformers raises into one line that names the recipe key."""
     try:
         yield
