@@ -18,7 +18,7 @@ from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.cli.vllm_serve import vllm_serve
 from grpo_cli.errors import GrpoError, Interrupted, LostProcessError, RecipeError
 
-SECONDS_FOR_THE_FIRST = 3.0
+SECONDS_FOR_THE_FIRST = 10.0
 """How long the other processes of a run leave an error to the first one."""
 
 app = typer.Typer(

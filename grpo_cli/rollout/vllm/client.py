@@ -27,6 +27,8 @@ from grpo_cli.types import FinishReason, PolicyVersion
 _ATTEMPTS = 3
 _KEPT_ALIVE_SECONDS = 2.0
 """A connection that idles longer is not used again: vLLM closes it after 5, perhaps just when a request is on its way."""
+_ALONE = {"connection": "close"}
+"""Of calls that may fail by design: vLLM closes a connection after an error without a word, perhaps just when the next call uses it."""
 _LOOK_SECONDS = 2.0
 """Between two looks at whether a server that has not answered yet still has an engine."""
 _LONGEST_ANSWER = 300
@@ -204,13 +206,13 @@ class VllmClient:
         to end it, but an update that fails is over.
         """
         try:
-            await self._once("POST", "/start_weight_update")
+            await self._once("POST", "/start_weight_update", headers=_ALONE)
         except ServerTimeoutError:
             raise
         except ServerError:
             with suppress(TrainingError):
-                await self.update_weights({"abandon": True})
-            await self._once("POST", "/start_weight_update")
+                await self._once("POST", "/update_weights", json={"update_info": {"abandon": True}}, headers=_ALONE)
+            await self._once("POST", "/start_weight_update", headers=_ALONE)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
         """Take one bucket of weights."""
