@@ -31,7 +31,7 @@ from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
-from grpo_cli.policy.adapters import FrozenWeights, MergedWeights, has_adapters
+from grpo_cli.policy.adapters import MergedWeights, has_adapters
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import set_checkpointing
 from grpo_cli.policy.fit import check_fit
@@ -177,8 +177,9 @@ def _build_weight_sync(
         return WeightSync(rollouts, weights, canary=None, autocast=autocast)
     from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
-    model, below = loaded.policy.model, FrozenWeights(weights)
-    weights = checkpoint_names(model, MergedWeights(model, weights) if has_adapters(model) else weights, like=below)
+    if has_adapters(loaded.policy.model):
+        weights = MergedWeights(loaded.policy.model, weights)
+    weights = checkpoint_names(loaded.policy.model, weights)
     canary = _build_canary(inputs, loaded, policy, rollouts, gradients)
     return WeightSync(rollouts, weights, canary, autocast=autocast)
 

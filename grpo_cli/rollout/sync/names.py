@@ -15,9 +15,7 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """The beginning of a name, up to the number of the layer."""
 
 
-def checkpoint_names(
-    model: Any, named: Iterable[tuple[str, Tensor]], *, like: Iterable[tuple[str, Tensor]] | None = None
-) -> Iterable[tuple[str, Tensor]]:
+def checkpoint_names(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """Stream a model's weights as a checkpoint of it has them.
 
     transformers keeps some weights in another form in memory, such as the experts of a layer as one tensor. That is undone
@@ -26,12 +24,11 @@ def checkpoint_names(
     Args:
         model: A transformers model without wrappers.
         named: Names and tensors as they are in the model; can be iterated again, and so can the result.
-        like: Others of the same names and shapes, where it takes work to make those of `named`; None: those themselves.
 
     Raises:
         ModelError: If tensors of several layers become one.
     """
-    split = _split(model, named if like is None else like)
+    split = _split(model, named)
     return named if split is None else _CheckpointNames(model, named, split)
 
 
