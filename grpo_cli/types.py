@@ -10,7 +10,7 @@ instead of one with holes. Letters in shapes, with one meaning across the projec
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 from torch import Tensor
 
@@ -264,9 +264,10 @@ class StepTotals:
     router_tokens: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterStats:
+class RouterStats(NamedTuple):
     """How a mixture of experts spreads the tokens of a micro-batch.
+
+    A named tuple, as `TokenStats` is.
 
     Attributes:
         loss: Scalar, the load-balancing loss; differentiable unless grad is off.
@@ -279,9 +280,10 @@ class RouterStats:
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenStats:
+class TokenStats(NamedTuple):
     """What the policy's forward returns for the C completion tokens, in the order of `TokenBatch`.
+
+    A named tuple: the hooks that sharding puts on a model look for tensors in tuples.
 
     Attributes:
         logps: float32 [C], differentiable unless grad is off.

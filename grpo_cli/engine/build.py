@@ -3,19 +3,20 @@
 What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, and only then the model.
 """
 
-import copy
 import dataclasses
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_cli.engine.canary import Canary, rounding
 from grpo_cli.engine.checkpoint_store import CheckpointStore
-from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
-from grpo_cli.engine.export import MODEL_FOLDER
+from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.memory import automatic_micro_batch_tokens
@@ -26,6 +27,7 @@ from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.engine.weight_sync import WeightSync
+from grpo_cli.errors import CheckpointError
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
 from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.loss import ObjectiveSettings
@@ -33,15 +35,16 @@ from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.objective.settings import LossType
 from grpo_cli.policy.adapters import MergedWeights, has_adapters
 from grpo_cli.policy.agreement import choose_forward
-from grpo_cli.policy.checkpointing import set_checkpointing
+from grpo_cli.policy.checkpointing import possible_checkpointing, set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.reference import BaseModelReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
-from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, TrainSection, VllmSection
+from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
+from grpo_cli.sharding import whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
 
@@ -52,6 +55,9 @@ class LoadedPolicy:
 
     Attributes:
         policy: On its device.
+        prepared: What is called instead of it in training.
+        schedule: Of its learning rate.
+        trained_shapes: Shapes of the parameters that the optimizer moves, in its order.
         reference: The reference of the KL term, if there is one.
         sampling: How training completions are drawn.
         router_aux_loss_coef: Weight of the load-balancing loss; 0 for a model without routers.
@@ -59,6 +65,9 @@ class LoadedPolicy:
     """
 
     policy: PolicyModel
+    prepared: nn.Module
+    schedule: LambdaLR
+    trained_shapes: Sequence[torch.Size]
     reference: Reference | None
     sampling: Sampling
     router_aux_loss_coef: float
@@ -80,8 +89,12 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             section = dataclasses.replace(section, name_or_path=str(trained), revision=None)
         else:
             adapters = trained
-    model = load_model(section, folder=inputs.folder, device=inputs.processes.device, adapters=adapters)
-    set_checkpointing(model, recipe.train.gradient_checkpointing)
+    with inputs.strategy.building():
+        model = load_model(section, folder=inputs.folder, device=inputs.processes.device, adapters=adapters)
+    checkpointing = possible_checkpointing(
+        model, recipe.train.gradient_checkpointing, cut=inputs.strategy.weight_parts > 1
+    )
+    set_checkpointing(model, checkpointing)
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
@@ -96,14 +109,25 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         longest_prompt=None if prompt is None else max(prompt, held_out),
         max_completion_length=max(completion, recipe.eval.max_completion_length or 0),
     )
+    optimizer = build_optimizer(policy, recipe.train, device=inputs.processes.device)
+    schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
+    shapes = [whole_shape(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    prepared = inputs.strategy.prepare(policy, optimizer, max_grad_norm=recipe.train.max_grad_norm)
     longest = None if prompt is None else prompt + completion
     with inputs.processes.autocast():
         slower = choose_forward(
-            policy, _probe(inputs.prompts.first), share_prefix=section.share_prefix, longest=longest
+            policy,
+            _probe(inputs.prompts.first),
+            share_prefix=section.share_prefix,
+            longest=longest,
+            with_gradients=not inputs.strategy.in_step,
         )
     return LoadedPolicy(
         policy=policy,
-        reference=_build_reference(inputs, policy, longest),
+        prepared=prepared,
+        schedule=schedule,
+        trained_shapes=shapes,
+        reference=_build_reference(inputs, policy, prepared, longest),
         sampling=sampling,
         router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
         notices=slower if misfit is None else [misfit, *slower],
@@ -123,9 +147,6 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         TrainingError: If the rollout engine cannot be started or reached.
     """
     recipe, processes = inputs.recipe, inputs.processes
-    optimizer = build_optimizer(loaded.policy, recipe.train, device=processes.device)
-    schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
-    prepared, prepared_optimizer = processes.prepare(loaded.policy, optimizer)
     rollouts = open_rollouts(inputs, loaded.policy, recorder, stack)
     advantage_settings = AdvantageSettings(
         weights=tuple(recipe.rewards.reward_weights or [1.0] * len(inputs.scorer.names)),
@@ -135,16 +156,19 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
     rollouts.rest()  # the budget is for the time when nobody samples
     gradients = GradientPass(
         processes=processes,
+        strategy=inputs.strategy,
         settings=objective_settings(
             recipe.grpo, recipe.generation, recipe.vllm, router_aux_loss_coef=loaded.router_aux_loss_coef
         ),
-        budget=_token_budget(recipe.train, loaded.policy, recorder, processes),
+        budget=_token_budget(inputs, loaded.policy, recorder),
         shares_prefix=loaded.policy.shares_prefix,
-        splits_prompts=loaded.policy.splits_prompts,
+        # The backward of a prompt that several micro-batches share is one that other processes may not have.
+        splits_prompts=loaded.policy.splits_prompts and not inputs.strategy.in_step,
     )
-    weight_sync = _build_weight_sync(inputs, loaded, prepared, rollouts, gradients)
+    weight_sync = _build_weight_sync(inputs, loaded, rollouts, gradients)
     return Stages(
         processes=processes,
+        strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
         prompts=inputs.prompts.source,
         weight_sync=weight_sync,
@@ -152,10 +176,11 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         scorer=inputs.scorer,
         advantage_settings=advantage_settings,
         gradients=gradients,
-        policy=prepared,
+        policy=loaded.policy,
+        prepared=loaded.prepared,
         reference=loaded.reference,
-        optimizer=prepared_optimizer,
-        schedule=schedule,
+        schedule=loaded.schedule,
+        trained_shapes=loaded.trained_shapes,
         evaluator=_build_evaluator(inputs, weight_sync, advantage_settings, loaded.sampling.stop_ids),
         health=RunHealth(),
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
@@ -167,26 +192,32 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
 def _build_weight_sync(
     inputs: Inputs,
     loaded: LoadedPolicy,
-    policy: nn.Module,
     rollouts: RolloutEngine,
     gradients: GradientPass,
 ) -> WeightSync:
     """Make what gives the engine its weights; one that has a copy of them gets the names of a checkpoint, and a canary."""
-    weights, autocast = inputs.processes.named_weights(policy), inputs.processes.autocast
+    weights, autocast = inputs.strategy.named_weights(loaded.policy), inputs.processes.autocast
     if rollouts.weight_copies == 0:
-        return WeightSync(rollouts, weights, canary=None, autocast=autocast)
+        return WeightSync(
+            rollouts, weights, canary=None, sampling=partial(_sampling_with_the_policy, inputs, loaded.policy)
+        )
     from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
     if has_adapters(loaded.policy.model):
         weights = MergedWeights(loaded.policy.model, weights)
     weights = checkpoint_names(loaded.policy.model, weights)
-    canary = _build_canary(inputs, loaded, policy, rollouts, gradients)
-    return WeightSync(rollouts, weights, canary, autocast=autocast)
+    canary = _build_canary(inputs, loaded, rollouts, gradients)
+    return WeightSync(rollouts, weights, canary, sampling=autocast)
 
 
-def _build_canary(
-    inputs: Inputs, loaded: LoadedPolicy, policy: nn.Module, rollouts: RolloutEngine, gradients: GradientPass
-) -> Canary:
+@contextmanager
+def _sampling_with_the_policy(inputs: Inputs, policy: PolicyModel) -> Iterator[None]:
+    """Let an engine without weights of its own use the policy's, all of them and in this run's precision."""
+    with inputs.strategy.whole(policy), inputs.processes.autocast():
+        yield
+
+
+def _build_canary(inputs: Inputs, loaded: LoadedPolicy, rollouts: RolloutEngine, gradients: GradientPass) -> Canary:
     """Make the check of an engine that has a copy of the weights."""
     from grpo_cli.engine.vllm_rollouts import sampling_dtype  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
@@ -196,7 +227,7 @@ def _build_canary(
     return Canary(
         rollouts=rollouts,
         gradients=gradients,
-        policy=policy,
+        policy=loaded.prepared,
         prompt=inputs.prompts.first,
         sampling=loaded.sampling,
         tolerance=asked,
@@ -207,11 +238,21 @@ def _build_canary(
     )
 
 
-def _token_budget(train: TrainSection, policy: PolicyModel, recorder: Recorder, processes: Processes) -> TokenBudget:
+def _token_budget(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> TokenBudget:
     """Take the budget that the recipe asks for, or find one; all models are on the device by now."""
+    train, processes = inputs.recipe.train, inputs.processes
     asked = train.micro_batch_tokens
-    tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes) if asked is None else asked
-    return TokenBudget(tokens, asked=asked, device=processes.device, say=recorder.say, sharing=processes.sharing_memory)
+    tokens = asked
+    if tokens is None:
+        tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes, strategy=inputs.strategy)
+    return TokenBudget(
+        tokens,
+        asked=asked,
+        device=processes.device,
+        say=recorder.say,
+        sharing=processes.sharing_memory,
+        falls=not inputs.strategy.in_step,
+    )
 
 
 def objective_settings(
@@ -264,24 +305,37 @@ def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> Loo
     )
 
 
-def _build_reference(inputs: Inputs, policy: PolicyModel, longest: int | None) -> Reference | None:
-    """Make the reference of the KL term: the recipe's model, which a resumed policy no longer is, unless it has adapters."""
-    grpo = inputs.recipe.grpo
+def _build_reference(inputs: Inputs, policy: PolicyModel, prepared: nn.Module, longest: int | None) -> Reference | None:
+    """Make the reference of the KL term: the recipe's model, or one that has moved from there; with adapters the policy without them.
+
+    Raises:
+        CheckpointError: If it is to move, and the checkpoint's did not.
+    """
+    grpo, section = inputs.recipe.grpo, inputs.recipe.model
     if grpo.beta == 0.0:
         return None
     if has_adapters(policy.model):
-        return BaseModelReference(policy)
-    if inputs.checkpoint is None:
-        reference = copy.deepcopy(policy)
-    else:
-        model = load_model(inputs.recipe.model, folder=inputs.folder, device=inputs.processes.device)
-        reference = PolicyModel(model, sampling=policy.sampling)
-        reference.full_logits = policy.full_logits
-        if policy.shares_prefix:
-            reference.share_prefix(longest)
-    inputs.processes.prepare_frozen(reference)
-    sync_steps = grpo.ref_model_sync_steps if grpo.sync_ref_model else 0
-    return ReferenceModel(reference, mixup_alpha=grpo.ref_model_mixup_alpha, sync_steps=sync_steps)
+        return BaseModelReference(policy, prepared)
+    if grpo.sync_ref_model and inputs.checkpoint is not None:
+        moved = inputs.checkpoint / REFERENCE_FOLDER
+        if not moved.is_dir():
+            raise CheckpointError(
+                f"{inputs.checkpoint} has no reference model: it was written without grpo.sync_ref_model",
+                hint="resume with the recipe that the run was started with",
+            )
+        section = dataclasses.replace(section, name_or_path=str(moved.resolve()), revision=None)
+    with inputs.strategy.building():
+        model = load_model(section, folder=inputs.folder, device=inputs.processes.device)
+    reference = PolicyModel(model, sampling=policy.sampling)
+    reference.full_logits = policy.full_logits
+    if policy.shares_prefix:
+        reference.share_prefix(longest)
+    return ReferenceModel(
+        reference,
+        prepare=inputs.strategy.prepare_frozen,
+        mixup_alpha=grpo.ref_model_mixup_alpha,
+        sync_steps=grpo.ref_model_sync_steps if grpo.sync_ref_model else 0,
+    )
 
 
 def _build_evaluator(

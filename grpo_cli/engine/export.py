@@ -3,50 +3,117 @@
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from torch import Tensor
 
 from grpo_cli.engine.manifest import flush_folder
 from grpo_cli.engine.optimizer import continue_schedule
 from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.state import RECIPE_FILE, RunState, read_optimizer, write_optimizer, write_state
 from grpo_cli.errors import CheckpointError
+from grpo_cli.policy.adapters import has_adapters
+from grpo_cli.policy.forward import PolicyModel
 
 MODEL_FOLDER = "model"
-REFERENCE_FILE = "reference.safetensors"
+REFERENCE_FOLDER = "reference"
+
+Weights = Mapping[str, Tensor]
 
 
 def save_checkpoint(stages: Stages, state: RunState) -> None:
-    """Save everything that the next step depends on, under the state's step. All processes have the same; the main one writes it."""
+    """Save everything that the next step depends on, under the state's step. The main process writes it.
+
+    Of what is cut into parts it writes the models, and each process its share of the optimizer's states: whole ones, so that any number
+    of processes can go on from there.
+    """
+    if stages.strategy.in_step:
+        _save_together(stages, state)
+        return
     if not stages.processes.is_main:
         return
 
     def write(folder: Path) -> None:
-        save_model_folder(stages, folder / MODEL_FOLDER)
-        write_optimizer(stages.optimizer, folder)
-        write_state(state, folder)
-        (folder / RECIPE_FILE).write_text(json.dumps(stages.recipe), encoding="utf-8")
-        if stages.reference is not None and stages.reference.moves:
-            save_model(stages.reference.policy.model, str(folder / REFERENCE_FILE))
+        _write(stages, state, folder, dict.fromkeys(_models(stages)))
+        write_optimizer(dict(stages.strategy.optimizer_states()), folder / "optimizer.safetensors")
 
     stages.checkpoints.save(state.step, write)
 
 
+def _save_together(stages: Stages, state: RunState) -> None:
+    """Save what no process has all of. All of them come here, and none leaves before all have written."""
+    processes = stages.processes
+    weights = {name: whole_weights(stages, policy) for name, policy in _models(stages).items()}
+    states = {
+        number: {name: value.cpu() for name, value in values.items()}
+        for number, values in stages.strategy.optimizer_states()
+        if number % processes.count == processes.rank
+    }
+
+    def write_own(folder: Path) -> None:
+        write_optimizer(states, folder / f"optimizer-{processes.rank:05d}-of-{processes.count:05d}.safetensors")
+
+    if not processes.is_main:
+        folder = processes.from_main(None)  # nothing, if this checkpoint is there already
+        problem = _problem(write_own, Path(folder.decode())) if folder else None
+        processes.gather((problem or "").encode())
+        return
+    began = False
+
+    def write(folder: Path) -> None:
+        nonlocal began
+        began = True
+        processes.from_main(str(folder).encode())
+        problems: list[bytes] = []
+        try:
+            _write(stages, state, folder, weights)
+            write_own(folder)
+        finally:
+            problems = processes.gather(b"")
+        for problem in filter(None, problems):
+            raise OSError(problem.decode())
+
+    try:
+        stages.checkpoints.save(state.step, write)
+    finally:
+        if not began:
+            processes.from_main(b"")
+            processes.gather(b"")
+
+
+def _problem(write: Callable[[Path], None], folder: Path) -> str | None:
+    """Write something, and say what went wrong."""
+    try:
+        write(folder)
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def _models(stages: Stages) -> dict[str, PolicyModel]:
+    """Give the models that a checkpoint holds, by the folder that they are in."""
+    models = {MODEL_FOLDER: stages.policy}
+    if stages.reference is not None and stages.reference.moves:
+        models[REFERENCE_FOLDER] = stages.reference.policy
+    return models
+
+
+def _write(stages: Stages, state: RunState, folder: Path, weights: Mapping[str, Weights | None]) -> None:
+    """Write what the main process has."""
+    for name, policy in _models(stages).items():
+        save_model_folder(stages, policy, folder / name, weights=weights[name])
+    write_state(state, folder)
+    (folder / RECIPE_FILE).write_text(json.dumps(stages.recipe), encoding="utf-8")
+
+
 def restore(stages: Stages, state: RunState, folder: Path) -> None:
     """Put the stages where a checkpoint left them. The policy itself was loaded from the checkpoint's model folder."""
-    read_optimizer(stages.optimizer, folder)
-    if stages.reference is not None and stages.reference.moves:
-        if not (folder / REFERENCE_FILE).is_file():
-            raise CheckpointError(
-                f"{folder} has no reference model: it was written without grpo.sync_ref_model",
-                hint="resume with the recipe that the run was started with",
-            )
-        load_model(stages.reference.policy.model, folder / REFERENCE_FILE)
+    stages.strategy.load_optimizer_states(read_optimizer(folder, stages.trained_shapes))
     stages.prompts.load_state_dict(state.stages["prompts"])
-    continue_schedule(stages.schedule, stages.optimizer, steps=state.step)
+    continue_schedule(stages.schedule, steps=state.step)
     stages.scorer.load_state_dict(state.stages["scorer"])
     stages.health.load_state_dict(state.stages["health"])
     if "token_budget" in state.stages:  # checkpoints of older versions have none
@@ -56,10 +123,34 @@ def restore(stages: Stages, state: RunState, folder: Path) -> None:
     state.random.restore()
 
 
-def save_model_folder(stages: Stages, folder: Path) -> None:
-    """Save model and tokenizer as a folder that `from_pretrained` reads."""
-    model: Any = stages.processes.unwrap(stages.policy).model
-    model.save_pretrained(folder)
+def whole_weights(stages: Stages, policy: PolicyModel) -> Weights | None:
+    """Bring the weights of a model that are cut into parts together in the main process's memory, those of adapters alone if it has some.
+
+    Returns:
+        By name; nothing in other processes; None if every process has all of them anyhow.
+    """
+    if stages.strategy.weight_parts == 1:
+        return None
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    wanted = trained if has_adapters(policy.model) else None
+    return {
+        name: tensor.cpu().clone()
+        for name, tensor in stages.strategy.named_weights(policy)
+        if stages.processes.is_main and (wanted is None or name in wanted)
+    }
+
+
+def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weights: Weights | None) -> None:
+    """Save model and tokenizer as a folder that `from_pretrained` reads.
+
+    Args:
+        stages: For the tokenizer.
+        policy: The model.
+        folder: Where to.
+        weights: From `whole_weights`.
+    """
+    model: Any = policy.model
+    model.save_pretrained(folder, state_dict=weights)
     stages.tokenizer.save_pretrained(folder)
     for path in folder.iterdir():  # safetensors writes for the owner's eyes only; a model is shared as any file is
         path.chmod(path.stat().st_mode | (0o666 & ~_umask()))
@@ -74,12 +165,13 @@ def _umask() -> int:
 
 def save_final_model(stages: Stages, folder: Path) -> Path:
     """Save the trained model under its final name, complete or not at all. The main process writes."""
+    weights = whole_weights(stages, stages.policy)
     if not stages.processes.is_main:
         return folder
     beside = folder.with_name(f".writing-{folder.name}")
     try:
         shutil.rmtree(beside, ignore_errors=True)
-        save_model_folder(stages, beside)
+        save_model_folder(stages, stages.policy, beside, weights=weights)
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
         flush_folder(folder.parent)

@@ -144,9 +144,9 @@ def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[Train
     reference if there is one.
     """
     first, later = groups[: settings.prompts_per_step], groups[settings.prompts_per_step :]
-    old = [*(None for _ in first), *stages.gradients.logps(stages.policy, later)]
+    old = [*(None for _ in first), *stages.gradients.logps(stages.prepared, later)]
     reference: Sequence[tuple[Tensor, ...] | None] = [None] * len(groups)
     if stages.reference is not None:
         with stages.reference.in_place():
-            reference = stages.gradients.logps(stages.reference.policy, groups)
+            reference = stages.gradients.logps(stages.reference.prepared, groups)
     return [PolicyLogps(old=mine, reference=theirs) for mine, theirs in zip(old, reference, strict=True)]

@@ -9,6 +9,7 @@ from grpo_cli.engine.prompts import HeldOutPrompts, LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.state import RunState
+from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.recipe.schema import Recipe
 
 
@@ -23,6 +24,7 @@ class Inputs:
         checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
         state: The run state of that checkpoint.
         processes: The processes of this run.
+        strategy: How they train together.
         tokenizer: The policy's.
         prompts: The training prompts.
         held_out: Held-out prompts; empty if there are none.
@@ -36,6 +38,7 @@ class Inputs:
     checkpoint: Path | None
     state: RunState | None
     processes: Processes
+    strategy: Strategy
     tokenizer: Any
     prompts: LoadedPrompts
     held_out: HeldOutPrompts

@@ -1,18 +1,22 @@
 """An estimate of the memory a run needs, by part; meant to be right within a factor of two, before anything is allocated."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_cli.device_memory import free_memory
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.policy.checkpointing import Checkpointing
+from grpo_cli.engine.strategies.replicas import Replicas
+from grpo_cli.engine.strategies.strategy import Strategy
+from grpo_cli.policy.checkpointing import Checkpointing, possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
 from grpo_cli.rollout.cached_values import cached_values_per_token, positive_integer
+from grpo_cli.sharding import whole_shape
 
 ACTIVATION_FACTOR = 37
 """Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
@@ -40,7 +44,7 @@ LEAST_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes by part; None: not known for this architecture."""
+    """Bytes of one process by part; None: not known for this architecture."""
 
     weights: int
     gradients: int
@@ -61,6 +65,7 @@ class MemoryEstimate:
 def estimate_memory(
     policy: PolicyModel,
     *,
+    strategy: Strategy,
     train: TrainSection,
     generation: GenerationSection,
     micro_batch_tokens: int,
@@ -73,6 +78,7 @@ def estimate_memory(
 
     Args:
         policy: The policy; its parameters and its model's configuration are read.
+        strategy: What a process keeps of them.
         train: Precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
         micro_batch_tokens: Most tokens in one forward.
@@ -81,24 +87,25 @@ def estimate_memory(
         with_reference: Whether there is a second model.
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
     """
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
-    trained = _trained_bytes(policy)
+    weights = _bytes(policy.parameters()) // strategy.weight_parts
     longest = longest_prompt + generation.max_completion_length
     tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
     return MemoryEstimate(
         weights=weights,
-        gradients=trained,
-        optimizer=2 * trained,
+        gradients=_gradient_bytes(policy, strategy),
+        optimizer=_optimizer_bytes(policy, strategy),
         reference=weights if with_reference else 0,
-        activations=_activations(policy, tokens, train),
+        activations=_activations(policy, tokens, train, strategy),
         head=_head(policy, tokens),
         cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
         vllm=vllm or 0,
     )
 
 
-def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, processes: Processes) -> int:
+def automatic_micro_batch_tokens(
+    policy: PolicyModel, *, train: TrainSection, processes: Processes, strategy: Strategy
+) -> int:
     """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
 
     Gradients and the optimizer's moments come first; a safe share of what they leave is for one micro-batch. The budget is a power
@@ -106,38 +113,64 @@ def automatic_micro_batch_tokens(policy: PolicyModel, *, train: TrainSection, pr
     have the smallest of theirs.
     """
     tokens = MOST_TOKENS.get(processes.device.type, MOST_TOKENS_ELSEWHERE)
-    room = _room(policy, processes)
+    room = _room(policy, processes, strategy)
     while (
         room is not None
         and tokens > LEAST_TOKENS
-        and (_activations(policy, tokens, train) or 0) + (_head(policy, tokens) or 0) > room
+        and (_activations(policy, tokens, train, strategy) or 0) + (_head(policy, tokens) or 0) > room
     ):
         tokens //= 2
     return processes.least(tokens)
 
 
-def automatic_cached_tokens(policy: PolicyModel, *, train: TrainSection, processes: Processes) -> int | None:
+def automatic_cached_tokens(
+    policy: PolicyModel, *, train: TrainSection, processes: Processes, strategy: Strategy
+) -> int | None:
     """Find how many tokens' keys and values the free memory has room for, with all models loaded and nothing trained yet.
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    room, values = _room(policy, processes), cached_values_per_token(policy.model.config.get_text_config())
+    room = _room(policy, processes, strategy)
+    values = cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
     return max(1, int(room / (values * _value_bytes(policy, train))))
 
 
-def _room(policy: PolicyModel, processes: Processes) -> float | None:
+def _room(policy: PolicyModel, processes: Processes, strategy: Strategy) -> float | None:
     """Give the safe share of the bytes that gradients and the optimizer's moments will leave free; None: the device does not say."""
     free = free_memory(processes.device)
     if free is None:
         return None
-    return SAFE_SHARE * (free / processes.sharing_memory - 3 * _trained_bytes(policy))
+    to_come = _gradient_bytes(policy, strategy) + _optimizer_bytes(policy, strategy)
+    return SAFE_SHARE * (free / processes.sharing_memory - to_come)
 
 
-def _trained_bytes(policy: PolicyModel) -> int:
-    """Bytes of the parameters that the optimizer moves."""
-    return sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+def _gradient_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+    """Bytes that a process keeps of the gradients."""
+    return _bytes(_trained(policy)) // strategy.gradient_parts
+
+
+def _optimizer_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+    """Bytes that a process keeps of the optimizer's moments, and of the float32 weights that DeepSpeed has besides."""
+    if isinstance(strategy, Replicas):
+        return 2 * _bytes(_trained(policy))
+    return (
+        3
+        * torch.float32.itemsize
+        * sum(whole_shape(one).numel() for one in _trained(policy))
+        // strategy.optimizer_parts
+    )
+
+
+def _trained(policy: PolicyModel) -> list[Tensor]:
+    """List the parameters that the optimizer moves."""
+    return [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of parameters that are whole."""
+    return sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
 
 
 def _value_bytes(policy: PolicyModel, train: TrainSection) -> int:
@@ -151,9 +184,10 @@ def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
     return None if values is None else tokens * values * _value_bytes(policy, train)
 
 
-def _activations(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
+def _activations(policy: PolicyModel, tokens: int, train: TrainSection, strategy: Strategy) -> int | None:
     """Bytes that the backward of a transformer keeps of its layers for some tokens."""
-    values = _values_per_token(policy.model, train.gradient_checkpointing)
+    checkpointing = possible_checkpointing(policy.model, train.gradient_checkpointing, cut=strategy.weight_parts > 1)
+    values = _values_per_token(policy.model, checkpointing)
     return None if values is None else tokens * values * _value_bytes(policy, train)
 
 

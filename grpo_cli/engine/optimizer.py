@@ -37,10 +37,10 @@ def build_schedule(optimizer: Optimizer, section: TrainSection, *, total_steps: 
     return schedule
 
 
-def continue_schedule(schedule: LambdaLR, optimizer: Optimizer, *, steps: int) -> None:
+def continue_schedule(schedule: LambdaLR, *, steps: int) -> None:
     """Put a fresh schedule where it is after some steps. The learning rate is the recipe's, also if it was changed meanwhile."""
     schedule.last_epoch = steps
     rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates  # noqa: SLF001  what `get_last_lr` gives; only `step` sets it otherwise

@@ -1,7 +1,6 @@
 """What a run is about to do, in numbers, for the console."""
 
 from pathlib import Path
-from typing import Any
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
@@ -11,18 +10,19 @@ from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.schema import VllmSection
+from grpo_cli.sharding import whole_shape
 from grpo_cli.telemetry.plan import RunPlan
 
 
 def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     """Compute the plan of a run from what was built."""
     recipe = inputs.recipe
-    policy: Any = stages.processes.unwrap(stages.policy)
-    model = policy.model
+    policy, model = stages.policy, stages.policy.model
     budget = stages.gradients.budget
     longest = inputs.prompts.longest
     memory = estimate_memory(
         policy,
+        strategy=stages.strategy,
         train=recipe.train,
         generation=recipe.generation,
         micro_batch_tokens=budget.tokens,
@@ -38,8 +38,8 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     return RunPlan(
         run_name=recipe.run_name,
         model=recipe.model.name_or_path,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        parameters=sum(whole_shape(one).numel() for one in model.parameters()),
+        trained_parameters=sum(whole_shape(one).numel() for one in model.parameters() if one.requires_grad),
         dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,
         device=str(stages.processes.device),
         processes=stages.processes.count,

@@ -37,7 +37,7 @@ def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack
         own = None if elsewhere else _open(inputs, policy, recorder, stack)
         if own is not None:
             stack.callback(own.close)
-        engine = SpreadRollouts(own, engines=engines, processes=processes)
+        engine = SpreadRollouts(own, engines=engines, processes=processes, together=inputs.strategy.weight_parts > 1)
     return engine
 
 
@@ -79,7 +79,9 @@ def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitSt
         policy.model,
         inputs.tokenizer,
         max_num_seqs=recipe.generation.max_num_seqs,
-        max_cached_tokens=automatic_cached_tokens(policy, train=recipe.train, processes=inputs.processes),
+        max_cached_tokens=automatic_cached_tokens(
+            policy, train=recipe.train, processes=inputs.processes, strategy=inputs.strategy
+        ),
         share_prefix=recipe.model.share_prefix,
         on_progress=recorder.progress,
         on_notice=recorder.say,

@@ -24,6 +24,7 @@ from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
+from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
@@ -99,6 +100,7 @@ def _load_inputs(
     """Load everything but the model."""
     recipe, folder, seed = loaded.recipe, loaded.folder, loaded.recipe.train.seed
     seed_everything(seed)
+    strategy = choose_strategy(recipe, folder=folder, processes=processes, say=lambda line: _tell(console, line))
     scorer = _load_scorer(loaded, processes) if processes.is_main else None
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
@@ -114,6 +116,7 @@ def _load_inputs(
         checkpoint=resumed.checkpoint,
         state=resumed.state,
         processes=processes,
+        strategy=strategy,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,17 +25,22 @@ class SpreadRollouts:
         engines: How many there are. Each is in an equal number of neighbouring processes, which ask it for the same; the first of them
             tells what it sampled.
         processes: The processes of this run.
+        together: Whether weights come only if all processes go through them.
 
     Attributes:
         weight_copies: Of all engines together; all of them have as many as the main process's.
     """
 
-    def __init__(self, engine: RolloutEngine | None, *, engines: int, processes: Processes) -> None:
+    def __init__(
+        self, engine: RolloutEngine | None, *, engines: int, processes: Processes, together: bool = False
+    ) -> None:
         own = 0 if engine is None else engine.weight_copies
         self.weight_copies = engines * int(processes.from_main(str(own).encode()))
         self._engine = engine
         self._engines = engines
         self._processes = processes
+        self._led = together and engines == 1 and processes.count > 1
+        """Whether the other processes go through the weights whenever the main one does."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
@@ -57,7 +63,20 @@ class SpreadRollouts:
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Give this process's engine the weights; what it took is the main process's to tell."""
-        report = self._all_or_none(lambda own: own.sync(named_weights, version))
+        if self._led and self._engine is None:
+            while self._processes.from_main(None) == _AGAIN:
+                for _ in named_weights:
+                    pass
+        weights = _Led(named_weights, self._processes) if self._led else named_weights
+
+        def call(own: RolloutEngine) -> SyncReport:
+            try:
+                return own.sync(weights, version)
+            finally:
+                if self._led:
+                    self._processes.from_main(_ENOUGH)
+
+        report = self._all_or_none(call)
         return SyncReport(version=version, bytes=0) if report is None else report
 
     def revive(self, lost: EngineLostError) -> None:
@@ -98,6 +117,26 @@ class SpreadRollouts:
         for message, hint in filter(None, map(json.loads, told)):
             raise EngineLostError(message, hint=hint) from lost
         return result
+
+
+_AGAIN, _ENOUGH = b"again", b"enough"
+
+
+@dataclass(frozen=True, slots=True)
+class _Led:
+    """Weights that all processes go through to the end whenever the main one begins to, also if it stops on the way."""
+
+    named: Iterable[tuple[str, Tensor]]
+    processes: Processes
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.processes.from_main(_AGAIN)
+        remaining = iter(self.named)
+        try:
+            yield from remaining
+        finally:
+            for _ in remaining:
+                pass
 
 
 def _digest(prompts: Sequence[Prompt], *settings: Any) -> str:

@@ -1,12 +1,12 @@
 """The built stages of a run, and the numbers that its loop goes by."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_cli.data.sampler import PromptSource
@@ -16,8 +16,10 @@ from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.objective.advantages import AdvantageSettings
+from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.reference import Reference
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Sampling
@@ -66,6 +68,7 @@ class Stages:
 
     Attributes:
         processes: The processes of this run.
+        strategy: How they train together.
         tokenizer: Saved with every model.
         prompts: Gives the next prompts.
         weight_sync: Prompts to completions of the newest weights.
@@ -73,9 +76,11 @@ class Stages:
         scorer: Completions to rewards.
         advantage_settings: Rewards to advantages.
         gradients: Groups to gradients.
-        policy: The prepared policy.
+        policy: The policy.
+        prepared: What is called instead of it in training.
         reference: The reference of the KL term, if there is one.
-        optimizer, schedule: What moves the policy.
+        schedule: Its learning rate.
+        trained_shapes: Shapes of the parameters that the optimizer moves, in its order.
         evaluator: Held-out prompts, if there are any.
         health: Notices runs that cannot learn.
         checkpoints: What is on disk.
@@ -84,6 +89,7 @@ class Stages:
     """
 
     processes: Processes
+    strategy: Strategy
     tokenizer: Any
     prompts: PromptSource
     weight_sync: WeightSync
@@ -91,10 +97,11 @@ class Stages:
     scorer: Scorer
     advantage_settings: AdvantageSettings
     gradients: GradientPass
-    policy: nn.Module
+    policy: PolicyModel
+    prepared: nn.Module
     reference: Reference | None
-    optimizer: Optimizer
     schedule: LambdaLR
+    trained_shapes: Sequence[torch.Size]
     evaluator: Evaluator | None
     health: RunHealth
     checkpoints: CheckpointStore

@@ -1,7 +1,7 @@
 """Everything that the next step depends on, in memory and in a checkpoint."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.optim import Optimizer
 
 from grpo_cli.engine.checkpoint_store import BestCheckpoint
 from grpo_cli.engine.randomness import RandomState
@@ -110,35 +109,41 @@ def read_state(folder: Path) -> RunState:
         ) from error
 
 
-def write_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """Write an optimizer's state as `optimizer.safetensors`; its hyperparameters are the recipe's."""
+OptimizerStates = Mapping[int, Mapping[str, Tensor]]
+"""An optimizer's states, by the number of the parameter that they belong to."""
+
+
+def write_optimizer(states: OptimizerStates, file: Path) -> None:
+    """Write states of an optimizer, or a part of them; its hyperparameters are the recipe's."""
     tensors = {
-        f"{index}/{name}": value.contiguous()
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
+        f"{number}/{name}": value.contiguous() for number, values in states.items() for name, value in values.items()
     }
-    save_file(tensors, folder / "optimizer.safetensors")
+    save_file(tensors, file)
 
 
-def read_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """Restore what `write_optimizer` wrote, under the hyperparameters that the optimizer has.
+def read_optimizer(folder: Path, shapes: Sequence[torch.Size]) -> dict[int, dict[str, Tensor]]:
+    """Read what `write_optimizer` wrote into one file of a folder, or a part into each of several.
+
+    Args:
+        folder: A checkpoint.
+        shapes: Of the trained parameters, in the optimizer's order.
 
     Raises:
-        CheckpointError: If the state does not fit the optimizer's parameters.
+        CheckpointError: If the states are those of other parameters.
     """
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in load_file(folder / "optimizer.safetensors").items():
-        index, name = key.split("/")
-        state.setdefault(int(index), {})[name] = value
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states: dict[int, dict[str, Tensor]] = {}
+    for file in sorted(folder.glob("optimizer*.safetensors")):
+        for key, value in load_file(file).items():
+            number, name = key.split("/")
+            states.setdefault(int(number), {})[name] = value
     fits = all(
-        index < len(parameters) and value.shape in {torch.Size(), parameters[index].shape}
-        for index, values in state.items()
+        number < len(shapes) and value.shape in {torch.Size(), shapes[number]}
+        for number, values in states.items()
         for value in values.values()
     )
     if not fits:
         raise CheckpointError(f"{folder}: the optimizer state does not fit this recipe's model")
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return states
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

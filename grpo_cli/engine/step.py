@@ -22,12 +22,16 @@ from grpo_cli.engine.batching import (
 )
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.shares import Share, everyones, shares
+from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
 from grpo_cli.objective.loss import ObjectiveSettings, loss
 from grpo_cli.objective.masks import entropy_threshold
 from grpo_cli.policy.split_prompt import SplitPrompt
-from grpo_cli.types import MicroBatch, PolicyLogps, StepTotals, TokenStats, TrainingGroup
+from grpo_cli.types import MicroBatch, PolicyLogps, Segment, StepTotals, TokenStats, TrainingGroup
+
+IDLE = (Segment(prompt_ids=(0,), completion_ids=((0,),)),)
+"""What a process computes that has to take part and has nothing to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,7 @@ class GradientPass:
 
     Attributes:
         processes: The processes of this run.
+        strategy: How they train together.
         settings: The objective.
         budget: Most tokens in one forward.
         shares_prefix: Whether the policy feeds a prompt once for its completions.
@@ -75,6 +80,7 @@ class GradientPass:
     """
 
     processes: Processes
+    strategy: Strategy
     settings: ObjectiveSettings
     budget: TokenBudget
     shares_prefix: bool
@@ -103,7 +109,7 @@ class GradientPass:
         )
         seconds = time.monotonic() - began
         metrics = merge([self.processes.merge(merge(outcomes)), self._imbalance(seconds)])
-        self.processes.sum_gradients(policy)
+        self.strategy.sum_gradients()
         self.budget.lower_to(self.processes.least(self.budget.tokens))
         return StepGradient(metrics=metrics, current=current, share=share, active=active, processes=self.processes)
 
@@ -132,15 +138,17 @@ class GradientPass:
         idle: bool,
     ) -> tuple[list[Metrics], list[Tensor]]:
         """Make the gradients of this process's share; give its metrics, and the log-probabilities per micro-batch."""
-        policy.zero_grad(set_to_none=True)
+        for parameter in policy.parameters():
+            parameter.grad = None
         if self.processes.count == 1:  # it depends on how the step is split now
             expert_shares = self._expert_shares(policy, share)
         batches = self._batches(share, logps)
+        idle_rounds = self._idle_rounds(len(batches))
         skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
         current: list[Tensor] = []
-        if idle:  # in all processes: what only this one leaves out, others add
+        if idle and not self.strategy.in_step:  # in all processes: what only this one leaves out, others add
             _set_zero_gradient(policy)
         for batch, prompt in _with_prompts(batches):
             with self._guard(batch):
@@ -152,7 +160,7 @@ class GradientPass:
                     prompt=prompt,
                 )
                 output = loss(stats, batch.tokens, totals, self.settings)
-                self.processes.backward(output.loss)
+                self.strategy.backward(output.loss)
             step_share: dict[str, MetricValue] = {
                 "loss": Sum(output.loss.item()),
                 "tokens/useful": Sum(stats.tokens_useful),
@@ -164,6 +172,9 @@ class GradientPass:
                 self._backward_of(prompt)
             # The next micro-batch has other sizes, for which the room that this one leaves is too small.
             trim_heap(self.processes.device)
+        for _ in range(idle_rounds):
+            stats = policy(IDLE, routers=self._balances_experts, expert_shares=expert_shares)
+            self.strategy.backward(0.0 * (stats.logps.sum() + (stats.routers.loss if stats.routers else 0.0)))
         return outcomes, current
 
     def _imbalance(self, seconds: float) -> Metrics:
@@ -178,14 +189,23 @@ class GradientPass:
         with self.budget.guard(tokens=len(prompt.ids), completions=1):
             rest = prompt.loss()
             if rest is not None:
-                self.processes.backward(rest)
+                self.strategy.backward(rest)
 
     def _statistics(self, policy: nn.Module, share: Share, *, routers: bool = False) -> Iterator[TokenStats]:
         """Compute statistics of this process's share without a gradient."""
-        for batch, prompt in _with_prompts(self._batches(share, [PolicyLogps()] * len(share.groups))):
+        batches = self._batches(share, [PolicyLogps()] * len(share.groups))
+        idle_rounds = self._idle_rounds(len(batches))
+        for batch, prompt in _with_prompts(batches):
             with torch.no_grad(), self._guard(batch):
                 stats = policy(batch.segments, routers=routers, prompt=prompt)
             yield stats
+        for _ in range(idle_rounds):
+            with torch.no_grad():
+                policy(IDLE, routers=routers)
+
+    def _idle_rounds(self, batches: int) -> int:
+        """Count the micro-batches that this process has fewer than the one with most, where all have to do equally many, and one at least."""
+        return max(1, self.processes.most(batches)) - batches if self.strategy.in_step else 0
 
     def _expert_shares(self, policy: nn.Module, share: Share) -> Tensor | None:
         """Compute which share of the step's tokens goes to each expert; it takes a pass of its own if there are several micro-batches.

@@ -35,19 +35,28 @@ class TokenBudget:
         device: Where the models are.
         sharing: Processes that take of the same memory; what fits with some of them does not with more.
         say: Told when the budget falls.
+        falls: Whether a pass that did not fit is done again with smaller micro-batches.
 
     Attributes:
         tokens: The budget now.
     """
 
     def __init__(
-        self, tokens: int, *, asked: int | None, device: torch.device, say: Callable[[str], None], sharing: int = 1
+        self,
+        tokens: int,
+        *,
+        asked: int | None,
+        device: torch.device,
+        say: Callable[[str], None],
+        sharing: int = 1,
+        falls: bool = True,
     ) -> None:
         self.tokens = tokens
         self._asked = asked
         self._device = device
         self._sharing = sharing
         self._say = say
+        self._falls = falls
 
     @property
     def automatic(self) -> bool:
@@ -75,6 +84,11 @@ class TokenBudget:
                     f"out of memory on {self._device}: a single completion, about {tokens:,} tokens with its prompt, does not fit",
                     hint="set train.gradient_checkpointing: true, lower generation.max_completion_length, or on a GPU set "
                     "train.bf16: true",
+                )
+            if not self._falls:
+                raise TrainingError(
+                    f"out of memory on {self._device} with a micro-batch of {tokens:,} tokens, in a step that other processes have a part in",
+                    hint=f"set train.micro_batch_tokens to less, such as {tokens // 2}, and continue with --resume",
                 )
             self.tokens = min(self.tokens, tokens) // 2
             self._say(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import StepGradient, gradient_metrics
-from grpo_cli.errors import CheckpointError, TrainingError
+from grpo_cli.errors import CheckpointError, Interrupted, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_cli.telemetry.recorder import Rollouts
 from grpo_cli.types import PolicyLogps, StepReport
@@ -64,7 +65,7 @@ class Trainer:
         stages, settings, state = self.stages, self.settings, self.state
         clock = Clock(stages.recorder.phase)
         generation: Generation | None = None
-        with self._signals.interruptible():
+        with self._interruptible():
             window, position = state.window, state.position
             if window is None:
                 generation = generate(stages, settings, state, clock)
@@ -72,7 +73,7 @@ class Trainer:
             with clock.phase("forward_backward"):
                 stages.weight_sync.rest()  # it may have evaluated since it last did
                 groups, logps = window.at(position)
-                gradient = stages.gradients.accumulate(stages.policy, groups, logps)
+                gradient = stages.gradients.accumulate(stages.prepared, groups, logps)
             self._watch_correction(gradient, logps)
             if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
                 window = window.with_old(0, gradient.logps())
@@ -82,7 +83,7 @@ class Trainer:
             step_metrics = self._apply_gradient()
         step = state.step + 1
         if stages.reference is not None:
-            stages.reference.mix_if_due(stages.processes.unwrap(stages.policy), step)
+            stages.reference.mix_if_due(stages.policy, step, parts=stages.strategy.own_parts)
         drawn = 0 if generation is None else len(generation.scored)
         self.state = replace(
             state,
@@ -97,6 +98,19 @@ class Trainer:
         versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
         self._commit()
         self._record(clock, merge([gradient.metrics, step_metrics, versions]), generation)
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Make the context of work that a signal may cut off, if none of the others waits for this process then.
+
+        Raises:
+            Interrupted: If a signal has come, to any process where all have to stop together.
+        """
+        if not self.stages.strategy.in_step:
+            return self._signals.interruptible()
+        received = self.stages.processes.most(self._signals.received or 0)
+        if received:
+            raise Interrupted(received)
+        return nullcontext()
 
     def _watch_correction(self, gradient: StepGradient, logps: Sequence[PolicyLogps]) -> None:
         """Warn if the rollout correction leaves out much of what was sampled."""
@@ -116,7 +130,7 @@ class Trainer:
         """
         stages = self.stages
         learning_rate = float(stages.schedule.get_last_lr()[0])
-        norm = stages.processes.clip_gradient(stages.policy, self.settings.max_grad_norm)
+        norm = stages.strategy.apply()
         if not math.isfinite(norm):
             self._restart = self.state
             raise TrainingError(
@@ -124,9 +138,7 @@ class Trainer:
                 hint="look at the rewards and completions of the last steps; go back to an earlier checkpoint with --resume PATH and "
                 "a lower train.learning_rate",
             )
-        stages.optimizer.step()
         stages.schedule.step()
-        stages.optimizer.zero_grad(set_to_none=True)
         return gradient_metrics(norm, learning_rate)
 
     def _commit(self) -> None:
@@ -165,7 +177,7 @@ class Trainer:
         due = state.step in {0, settings.total_steps} or (every and state.step % every == 0)
         if stages.evaluator is None or state.evaluated or not due:
             return
-        with self._signals.interruptible():
+        with self._interruptible():
             stages.recorder.phase("evaluate")
             evaluation, problems = stages.evaluator.run(trainer_state(state, settings, epoch=stages.prompts.epoch))
         for problem in problems:
@@ -206,8 +218,13 @@ class Trainer:
         """After a failure or a signal, save the state before the step that did not finish, if there is anything to lose."""
         if self._restart is None or self._restart.step == 0:
             return
+        if self.stages.strategy.in_step and not self.stages.processes.all_come():
+            self.stages.recorder.say(
+                "the last steps are not saved: it takes all processes, and not all of them are there"
+            )
+            return
         self.state = self._restart
-        self.stages.optimizer.zero_grad(set_to_none=True)
+        self.stages.policy.zero_grad(set_to_none=True)
         try:
             self._save()
         except CheckpointError as error:  # what stopped the run is the better news

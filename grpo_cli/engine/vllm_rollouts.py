@@ -35,6 +35,7 @@ from grpo_cli.rollout.vllm.fit import Needs, model_sizes
 from grpo_cli.rollout.vllm.limits import MAX_NUM_GENERATIONS
 from grpo_cli.rollout.vllm.server_engine import ServerEngine
 from grpo_cli.rollout.vllm.supervisor import ServerProcess, Serving, vllm_server
+from grpo_cli.sharding import whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 
 LOG_FILE = "vllm-server.log"
@@ -171,7 +172,7 @@ def _adapters(inputs: Inputs, policy: PolicyModel) -> Adapters | None:
     rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
     if rank is None:
         return None
-    weights = inputs.processes.named_weights(policy)
+    weights = inputs.strategy.named_weights(policy)
     return Adapters(
         below=checkpoint_names(policy.model, FrozenWeights(weights)),
         adapters=AdapterWeights(policy.model, weights),
@@ -239,7 +240,7 @@ def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
     dtype = sampling_dtype(recipe, policy)
     itemsize = int(getattr(torch, dtype).itemsize)
     parts = section.tensor_parallel_size if section.mode == "colocate" else 1  # a server's are all on this machine
-    weights = itemsize * sum(parameter.numel() for parameter in policy.parameters()) // parts
+    weights = itemsize * sum(whole_shape(parameter).numel() for parameter in policy.parameters()) // parts
     cache = int(_arguments(inputs, dtype).get("kv_cache_memory_bytes", 0))
     values = cached_values_per_token(policy.model.config.get_text_config(), parts=parts)
     longest = longest_sequence(inputs)

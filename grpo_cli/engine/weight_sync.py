@@ -28,7 +28,7 @@ class WeightSync:
         rollouts: The engine.
         weights: Names and tensors of the live policy; each iteration gives them as they are then.
         canary: Checks an engine that samples from a copy; None: there is nothing to check.
-        autocast: Makes the context that the engine samples in.
+        sampling: Makes the context that the engine samples in.
 
     Attributes:
         rollouts: See above.
@@ -40,12 +40,12 @@ class WeightSync:
         weights: Iterable[tuple[str, Tensor]],
         canary: Canary | None,
         *,
-        autocast: Callable[[], AbstractContextManager[None]],
+        sampling: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.rollouts = rollouts
         self._weights = weights
         self._canary = canary
-        self._autocast = autocast
+        self._sampling = sampling
         self._version: PolicyVersion | None = None
         self._recoveries = 0
         """Since the last samples."""
@@ -86,7 +86,7 @@ class WeightSync:
 
         def call() -> list[Group]:
             self._bring(version)
-            with self._autocast():
+            with self._sampling():
                 return self.rollouts.generate(prompts, sampling, num_generations=num_generations, seed_key=seed_key)
 
         groups = self._persist(call)

@@ -41,7 +41,12 @@ Piece = tuple[tuple[Segment, ...], SplitPrompt | None]
 
 
 def choose_forward(
-    policy: PolicyModel, segments: tuple[Segment, ...], *, share_prefix: bool = True, longest: int | None = None
+    policy: PolicyModel,
+    segments: tuple[Segment, ...],
+    *,
+    share_prefix: bool = True,
+    longest: int | None = None,
+    with_gradients: bool = True,
 ) -> list[str]:
     """Let the policy compute in the fastest way that agrees with the model itself.
 
@@ -50,6 +55,7 @@ def choose_forward(
         segments: Real prompts with a few tokens each; at least one with two completions.
         share_prefix: Whether a prompt may be fed once for its completions.
         longest: Tokens of the longest sequence there will be, prompt and completion; None: not known.
+        with_gradients: Whether to compare gradients, too, which need the weights of the first layer in one piece.
 
     Returns:
         One line of notice for each fast way that does not work with this model.
@@ -61,7 +67,7 @@ def choose_forward(
     whole: list[Piece] = [(segments, None)]
     with _whole_distribution(policy):
         policy.full_logits = True
-        probe = _Probe.of(policy, segments)
+        probe = _Probe.of(policy, segments, _first_trained(policy.model) if with_gradients else [])
         policy.full_logits = False
         if reason := probe.disagreement(policy, whole, "the chunked head"):
             policy.full_logits = True
@@ -112,13 +118,12 @@ class _Probe:
     parameters: Sequence[nn.Parameter]
 
     @classmethod
-    def of(cls, policy: PolicyModel, segments: tuple[Segment, ...]) -> "_Probe":
+    def of(cls, policy: PolicyModel, segments: tuple[Segment, ...], parameters: Sequence[nn.Parameter]) -> "_Probe":
         """Ask the model itself.
 
         Raises:
             ModelError: As `choose_forward` says.
         """
-        parameters = _first_trained(policy.model)
         own = _outcome(policy, [(segments, None)], parameters)
         first = next(policy.parameters())
         is_reduced = first.dtype.itemsize < torch.float32.itemsize or torch.is_autocast_enabled(first.device.type)

@@ -35,6 +35,20 @@ _SUMS = frozenset(getattr(torch.ops.aten, name).default for name in ("view", "_u
 """Operations whose backward reads none of the numbers that they were given."""
 
 
+def possible_checkpointing(model: Any, asked: Checkpointing, *, cut: bool) -> Checkpointing:
+    """Give what comes nearest to what a recipe asks for.
+
+    Args:
+        model: A transformers model.
+        asked: The recipe's `train.gradient_checkpointing`.
+        cut: Whether weights are cut into parts. Then single operations cannot be kept: a layer's second run brings its weights together
+            in other exchanges than its first, and PyTorch takes that for another computation.
+    """
+    if asked == "selective" and cut:
+        return bool(getattr(model, "supports_gradient_checkpointing", False))
+    return asked
+
+
 def set_checkpointing(model: Any, checkpointing: Checkpointing) -> None:
     """Choose between memory and time in a model's backward.
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_cli.errors import ModelError
+from grpo_cli.sharding import whole_shape
 
 TABLE_SLACK = 8
 """Rows that a table of positions may have beyond the model's positions: OPT counts from 2."""
@@ -70,7 +71,7 @@ def _check_vocabulary(model: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> 
     Tokens that were added to the vocabulary count only where they are used: text-only Gemma 3 comes with a token for images
     that its embedding does not have.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = whole_shape(model.get_input_embeddings().weight)[0]
     added = set(tokenizer.get_added_vocab().values())
     used = {*prompt_ids, tokenizer.eos_token_id} - {None}
     largest = max(used | (set(tokenizer.get_vocab().values()) - added))
@@ -107,7 +108,7 @@ def _length_dependent_rotations(config: Any) -> Iterator[tuple[str, int]]:
 def _has_position_table(model: nn.Module, positions: int) -> bool:
     """Tell whether the model looks positions up in a table of fixed size, learned (GPT-2, OPT) or not (GPT-J)."""
     known = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
-    return any(positions <= len(table) <= positions + TABLE_SLACK for table in _tables(model, known))
+    return any(positions <= whole_shape(table)[0] <= positions + TABLE_SLACK for table in _tables(model, known))
 
 
 def _tables(model: nn.Module, known: set[int]) -> Iterator[Tensor]:

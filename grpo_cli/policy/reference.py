@@ -1,13 +1,17 @@
 """The reference of the KL term: a model of its own, frozen or following the policy from afar; or the policy without its adapters."""
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_cli.policy.adapters import without_adapters
 from grpo_cli.policy.forward import PolicyModel
+
+Parts = Callable[[PolicyModel], Iterator[Tensor]]
+"""Gives what this process keeps of a model's parameters, in their order."""
 
 
 class Reference(Protocol):
@@ -15,9 +19,11 @@ class Reference(Protocol):
 
     Attributes:
         policy: Computes the log-probabilities, within `in_place`.
+        prepared: What is called instead of it.
     """
 
     policy: PolicyModel
+    prepared: nn.Module
 
     @property
     def moves(self) -> bool:
@@ -28,8 +34,14 @@ class Reference(Protocol):
         """Make the context in which `policy` is the reference."""
         ...
 
-    def mix_if_due(self, policy: nn.Module, step: int) -> None:
-        """Move towards the policy, if it is one that moves and it is time."""
+    def mix_if_due(self, policy: PolicyModel, step: int, *, parts: Parts) -> None:
+        """Move towards the policy, if it is one that moves and it is time.
+
+        Args:
+            policy: What is trained.
+            step: Optimizer steps done.
+            parts: Gives what this process keeps of a model's parameters.
+        """
         ...
 
 
@@ -38,18 +50,20 @@ class BaseModelReference:
 
     Args:
         policy: The policy.
+        prepared: What is called instead of it.
     """
 
     moves = False
 
-    def __init__(self, policy: PolicyModel) -> None:
+    def __init__(self, policy: PolicyModel, prepared: nn.Module) -> None:
         self.policy = policy
+        self.prepared = prepared
 
     def in_place(self) -> AbstractContextManager[None]:
         """Switch the adapters off meanwhile."""
         return without_adapters(self.policy.model)
 
-    def mix_if_due(self, policy: nn.Module, step: int) -> None:
+    def mix_if_due(self, policy: PolicyModel, step: int, *, parts: Parts) -> None:
         """Stay: what is below the adapters is frozen."""
 
 
@@ -58,12 +72,21 @@ class ReferenceModel:
 
     Args:
         policy: The reference; its parameters no longer take gradients.
+        prepare: Makes what is called instead of it.
         mixup_alpha: Share of the policy in a mix.
         sync_steps: Steps between two mixes; 0: it never moves.
     """
 
-    def __init__(self, policy: PolicyModel, *, mixup_alpha: float = 1.0, sync_steps: int = 0) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        *,
+        prepare: Callable[[PolicyModel], nn.Module],
+        mixup_alpha: float = 1.0,
+        sync_steps: int = 0,
+    ) -> None:
         self.policy = policy.requires_grad_(requires_grad=False)
+        self.prepared = prepare(self.policy)
         self._mixup_alpha = mixup_alpha
         self._sync_steps = sync_steps
 
@@ -77,12 +100,12 @@ class ReferenceModel:
         return nullcontext()
 
     @torch.no_grad()
-    def mix_if_due(self, policy: nn.Module, step: int) -> None:
+    def mix_if_due(self, policy: PolicyModel, step: int, *, parts: Parts) -> None:
         """Move towards the policy every `sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference.
 
         The soft update of TR-DPO (Gorbatovski et al. 2024, eq. 5).
         """
         if not self.moves or step % self._sync_steps != 0:
             return
-        for mine, theirs in zip(self.policy.parameters(), policy.parameters(), strict=True):
+        for mine, theirs in zip(parts(self.policy), parts(policy), strict=True):
             mine.lerp_(theirs.to(mine.dtype), self._mixup_alpha)

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from grpo_cli.recipe.distributed_rules import DISTRIBUTED_CHECKS
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
@@ -253,6 +254,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     evaluation_is_possible,
     trackers_are_consistent,
     *VLLM_CHECKS,
+    *DISTRIBUTED_CHECKS,
 )
 
 

@@ -30,6 +30,7 @@ from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
+from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import results
 from grpo_cli.policy.load import load_tokenizer
@@ -155,7 +156,7 @@ class Run:
         write_prompts(self.folder, workload)
         prompts = load_prompts(recipe.dataset, self.stages.tokenizer, folder=self.folder, seed=recipe.train.seed)
         engine = ForcedEngine(self.stages.weight_sync.rollouts, workload, self.stages.tokenizer)
-        weight_sync = WeightSync(engine, (), canary=None, autocast=self.stages.processes.autocast)
+        weight_sync = WeightSync(engine, (), canary=None, sampling=self.stages.processes.autocast)
         stages = dataclasses.replace(self.stages, prompts=prompts.source, weight_sync=weight_sync)
         state = RunState(random=RandomState.capture())
         meter = Meter()
@@ -164,11 +165,9 @@ class Run:
             window = generate(stages, self.settings, state, MeasuredClock(meter)).window
             groups, logps = window.at(0)
             with meter.part("train_step"):
-                gradient = stages.gradients.accumulate(stages.policy, groups, logps)
-            norm = stages.processes.clip_gradient(stages.policy, self.settings.max_grad_norm)
-            stages.optimizer.step()
+                gradient = stages.gradients.accumulate(stages.prepared, groups, logps)
+            norm = stages.strategy.apply()
             stages.schedule.step()
-            stages.optimizer.zero_grad(set_to_none=True)
         metrics = results(gradient.metrics)
         return {
             "parts": {name: dataclasses.asdict(cost) for name, cost in meter.parts.items()},
@@ -230,6 +229,7 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
         checkpoint=None,
         state=None,
         processes=processes,
+        strategy=Replicas(processes),
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=HeldOutPrompts(),

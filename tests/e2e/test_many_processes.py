@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,26 +53,50 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path
     )
 
 
+SETTINGS_OF: dict[str, Iterable[str]] = {
+    "ddp": SETTINGS,
+    "deepspeed_zero1": ("dapo", "reference", "reused"),
+    "deepspeed_zero2": ("dapo", "reference", "reused"),
+    "deepspeed_zero3": SETTINGS,
+}
+"""What is trained with each strategy."""
+
+
 def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
     found = {**SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
+    if where.startswith("deepspeed"):
+        # Otherwise parameters as small as these would stay whole.
+        (experiment.folder / "zero.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+        found |= {"distributed.strategy": where, "distributed.deepspeed_config": "zero.json"}
     if name == "experts":  # some of which no token of a process goes to
         found["model.name_or_path"] = experiment.folder / "experts"
     return found
 
 
 @pytest.fixture(scope="module")
-def in_two(experiment: Experiment) -> None:
-    """All settings, in two processes."""
+def in_two(experiment: Experiment) -> Callable[[str], None]:
+    """Does all settings with a strategy in two processes, once."""
     build_tiny_model(experiment.folder / "experts", "qwen3_moe")
-    train_in(2, [(experiment.recipe, changes(experiment, name, "two"), None) for name in SETTINGS], experiment.folder)
+
+    @cache
+    def train(strategy: str) -> None:
+        jobs = [(experiment.recipe, changes(experiment, name, strategy), None) for name in SETTINGS_OF[strategy]]
+        train_in(2, jobs, experiment.folder)
+
+    return train
 
 
-@pytest.mark.usefixtures("in_two")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_two_processes_train_as_one(experiment: Experiment, name: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(strategy, name) for strategy, names in SETTINGS_OF.items() for name in names]
+)
+def test_two_processes_train_as_one(
+    experiment: Experiment, in_two: Callable[[str], None], strategy: str, name: str
+) -> None:
+    in_two(strategy)
     alone = changes(experiment, name, "one")
-    run(load_recipe(experiment.recipe, overrides(alone)))
-    assert_close(experiment.output(f"two-{name}"), experiment.output(f"one-{name}"))
+    if not experiment.output(f"one-{name}").exists():
+        run(load_recipe(experiment.recipe, overrides(alone)))
+    assert_close(experiment.output(f"{strategy}-{name}"), experiment.output(f"one-{name}"))
 
 
 def test_three_processes_with_less_work_than_processes_train_as_one(experiment: Experiment) -> None:

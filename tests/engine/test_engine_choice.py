@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm_server import free_port
 
-from grpo_cli.engine.distributed import NamedWeights
 from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run import run
+from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.engine.vllm_rollouts import _transport
 from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.load import load_recipe

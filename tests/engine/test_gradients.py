@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import results
 from grpo_cli.objective.loss import ObjectiveSettings
@@ -55,7 +56,10 @@ def drifted(groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
 
 def gradient_pass(settings: ObjectiveSettings, budget: int, *, shared: bool = False) -> GradientPass:
     tokens = TokenBudget(budget, asked=budget, device=torch.device("cpu"), say=print)
-    return GradientPass(processes=Processes(bf16=False), settings=settings, budget=tokens, shares_prefix=shared)
+    processes = Processes(bf16=False)
+    return GradientPass(
+        processes=processes, strategy=Replicas(processes), settings=settings, budget=tokens, shares_prefix=shared
+    )
 
 
 def gradient(

@@ -17,12 +17,15 @@ from grpo_cli.engine.memory import (
     estimate_memory,
 )
 from grpo_cli.engine.optimizer import build_optimizer
+from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
 from grpo_cli.types import Sampling
 
 CPU = torch.device("cpu")
+PROCESSES = Processes(bf16=False)
+ALONE = Replicas(PROCESSES)
 
 
 def policy_of(model: Any) -> PolicyModel:
@@ -31,7 +34,7 @@ def policy_of(model: Any) -> PolicyModel:
 
 def estimated(policy: PolicyModel, train: TrainSection | None = None, **changes: Any) -> MemoryEstimate:
     """The estimate for a small run."""
-    run = {"micro_batch_tokens": 100, "sequences": 8, "longest_prompt": 10, "with_reference": False}
+    run = {"micro_batch_tokens": 100, "sequences": 8, "longest_prompt": 10, "with_reference": False, "strategy": ALONE}
     return estimate_memory(
         policy, **{"train": train or TrainSection(), "generation": GenerationSection(), **run, **changes}
     )
@@ -131,7 +134,7 @@ def test_the_automatic_budget_is_the_largest_that_takes_half_of_what_will_be_lef
 
     def found(free: int | None) -> int:
         monkeypatch.setattr(memory, "free_memory", lambda _: free)
-        return automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False))
+        return automatic_micro_batch_tokens(policy, train=train, processes=PROCESSES, strategy=ALONE)
 
     assert found(needed(policy, 512, train)) == 512
     assert found(needed(policy, 512, train) - 1) == 256
@@ -144,9 +147,9 @@ def test_frozen_weights_need_no_gradients_and_moments(tiny_model_folder: Path, m
     train = TrainSection()
     free = needed(policy, 512, train) - 1
     monkeypatch.setattr(memory, "free_memory", lambda _: free)
-    assert automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False)) == 256
+    assert automatic_micro_batch_tokens(policy, train=train, processes=PROCESSES, strategy=ALONE) == 256
     policy.model.get_input_embeddings().requires_grad_(requires_grad=False)
-    assert automatic_micro_batch_tokens(policy, train=train, processes=Processes(bf16=False)) == 512
+    assert automatic_micro_batch_tokens(policy, train=train, processes=PROCESSES, strategy=ALONE) == 512
 
 
 def test_a_model_of_unknown_size_gets_the_most_tokens(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +157,6 @@ def test_a_model_of_unknown_size_gets_the_most_tokens(tiny_model_folder: Path, m
     policy.model.config = PreTrainedConfig()
     monkeypatch.setattr(memory, "free_memory", lambda _: 2**30)
     assert (
-        automatic_micro_batch_tokens(policy, train=TrainSection(), processes=Processes(bf16=False))
+        automatic_micro_batch_tokens(policy, train=TrainSection(), processes=PROCESSES, strategy=ALONE)
         == MOST_TOKENS["cpu"]
     )

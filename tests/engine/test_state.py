@@ -1,7 +1,7 @@
 """Run state, optimizer and random generators: what is written is what is read, without pickles."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from grpo_cli.engine.checkpoint_store import BestCheckpoint
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule, continue_schedule
 from grpo_cli.engine.randomness import RandomState, own_randomness
 from grpo_cli.engine.state import RunState, read_optimizer, read_state, write_optimizer, write_state
+from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.window import RolloutWindow, by_step
 from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.schema import TrainSection
@@ -125,6 +127,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object, 
         optimizer.zero_grad()
 
 
+FILE = "optimizer.safetensors"
+
+
+def strategy_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replicas:
+    strategy = Replicas(Processes(bf16=False))
+    strategy.prepare(model, optimizer, max_grad_norm=0)
+    return strategy
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, torch.Tensor]]:
+    return dict(strategy_of(model, optimizer).optimizer_states())
+
+
+def restore_states(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    strategy_of(model, optimizer).load_optimizer_states(read_optimizer(folder, shapes))
+
+
 def test_an_optimizer_restored_in_the_middle_gives_the_same_bits(tmp_path: Path) -> None:
     section = TrainSection(learning_rate=0.1, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
 
@@ -139,12 +159,12 @@ def test_an_optimizer_restored_in_the_middle_gives_the_same_bits(tmp_path: Path)
 
     first, optimizer, schedule = fresh()
     train(first, optimizer, schedule, 3)
-    write_optimizer(optimizer, tmp_path)
+    write_optimizer(states_of(first, optimizer), tmp_path / FILE)
     weights, rate = first.state_dict(), schedule.get_last_lr()
     second, optimizer, schedule = fresh()
     second.load_state_dict(weights)
-    read_optimizer(optimizer, tmp_path)
-    continue_schedule(schedule, optimizer, steps=3)
+    restore_states(second, optimizer, tmp_path)
+    continue_schedule(schedule, steps=3)
     assert schedule.get_last_lr() == rate
     train(second, optimizer, schedule, 5)
 
@@ -156,10 +176,11 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     optimizer = build_optimizer(model, section, device=torch.device("cpu"))
     train(model, optimizer, build_schedule(optimizer, section, total_steps=2), 1)
-    write_optimizer(optimizer, tmp_path)
-    other = build_optimizer(nn.Linear(4, 3, bias=False), section, device=torch.device("cpu"))
+    write_optimizer(states_of(model, optimizer), tmp_path / FILE)
+    smaller = nn.Linear(4, 3, bias=False)
+    other = build_optimizer(smaller, section, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match="does not fit this recipe's model"):
-        read_optimizer(other, tmp_path)
+        restore_states(smaller, other, tmp_path)
 
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(TrainSection)["lr_scheduler_type"]))
@@ -170,7 +191,7 @@ def test_a_schedule_continued_anywhere_gives_the_same_rates(kind: Any) -> None:
     def rates(done: int) -> list[list[float]]:
         optimizer = build_optimizer(model, section, device=torch.device("cpu"))
         schedule = build_schedule(optimizer, section, total_steps=steps)
-        continue_schedule(schedule, optimizer, steps=done)
+        continue_schedule(schedule, steps=done)
         found = []
         for _ in range(done, steps):
             assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
@@ -188,11 +209,11 @@ def test_a_changed_learning_rate_is_the_one_that_counts_after_a_resume(tmp_path:
     model = nn.Linear(4, 3)
     optimizer = build_optimizer(model, before, device=torch.device("cpu"))
     train(model, optimizer, build_schedule(optimizer, before, total_steps=10), 3)
-    write_optimizer(optimizer, tmp_path)
+    write_optimizer(states_of(model, optimizer), tmp_path / FILE)
     optimizer = build_optimizer(model, after, device=torch.device("cpu"))
     schedule = build_schedule(optimizer, after, total_steps=10)
-    read_optimizer(optimizer, tmp_path)
-    continue_schedule(schedule, optimizer, steps=3)
+    restore_states(model, optimizer, tmp_path)
+    continue_schedule(schedule, steps=3)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (pytest.approx(0.007), 0.0)
     ] * 2

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.errors import TrainingError
 from grpo_cli.metrics import results
@@ -68,8 +69,10 @@ def groups(make_group: Callable[..., TrainingGroup]) -> list[TrainingGroup]:
 
 
 def gradient_pass(budget: int, told: list[str], *, shares_prefix: bool = False, **settings: Any) -> GradientPass:
+    processes = Processes(bf16=False)
     return GradientPass(
-        processes=Processes(bf16=False),
+        processes=processes,
+        strategy=Replicas(processes),
         settings=ObjectiveSettings(loss_type=LossType.DAPO, epsilon_high=0.2, max_completion_length=8, **settings),
         budget=TokenBudget(budget, asked=None, device=CPU, say=told.append),
         shares_prefix=shares_prefix,

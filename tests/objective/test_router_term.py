@@ -19,7 +19,7 @@ def test_the_router_loss_is_the_mean_over_micro_batches_weighted_by_their_tokens
     without = loss(plain, batch.tokens, totals, settings)
     balance = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
     output = loss(
-        replace(plain, routers=RouterStats(loss=balance, shares=torch.ones(2), tokens=10)),
+        plain._replace(routers=RouterStats(loss=balance, shares=torch.ones(2), tokens=10)),
         batch.tokens,
         totals,
         settings,

@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 from tiny_models import build_tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from grpo_cli.engine.distributed import NamedWeights
+from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapters import MergedWeights, attach_adapters, load_adapters
 from grpo_cli.policy.forward import PolicyModel
@@ -112,7 +112,7 @@ def test_the_reference_is_the_model_without_them_and_they_are_back_afterwards(ti
     train_a_little(model)
     policy = PolicyModel(model, sampling=SAMPLING)
     changed = logps(model)
-    reference = BaseModelReference(policy)
+    reference = BaseModelReference(policy, policy)
     with reference.in_place():
         assert torch.equal(logps(model), logps(plain))
     assert torch.equal(logps(model), changed)

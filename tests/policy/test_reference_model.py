@@ -18,23 +18,27 @@ def policy_of(folder: Path) -> PolicyModel:
     )
 
 
+def as_it_is(policy: PolicyModel) -> PolicyModel:
+    return policy
+
+
 def test_the_mix_is_the_weighted_sum_at_its_steps_only(tiny_model_folder: Path) -> None:
     policy = policy_of(tiny_model_folder)
-    reference = ReferenceModel(copy.deepcopy(policy), mixup_alpha=0.25, sync_steps=3)
+    reference = ReferenceModel(copy.deepcopy(policy), prepare=as_it_is, mixup_alpha=0.25, sync_steps=3)
     before = [parameter.clone() for parameter in reference.policy.parameters()]
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(1.0)
     for step in (1, 2):
-        reference.mix_if_due(policy, step)
+        reference.mix_if_due(policy, step, parts=PolicyModel.parameters)
         assert all(torch.equal(a, b) for a, b in zip(reference.policy.parameters(), before, strict=True))
-    reference.mix_if_due(policy, 3)
+    reference.mix_if_due(policy, 3, parts=PolicyModel.parameters)
     for after, old, new in zip(reference.policy.parameters(), before, policy.parameters(), strict=True):
         torch.testing.assert_close(after, 0.25 * new + 0.75 * old)
 
 
 def test_a_reference_takes_no_gradient_and_does_not_move_by_default(tiny_model_folder: Path) -> None:
     policy = policy_of(tiny_model_folder)
-    reference = ReferenceModel(copy.deepcopy(policy))
+    reference = ReferenceModel(copy.deepcopy(policy), prepare=as_it_is)
     assert not any(parameter.requires_grad for parameter in reference.policy.parameters())
     assert not reference.moves

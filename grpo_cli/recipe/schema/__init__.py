@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_cli.recipe.schema.dataset import DatasetSection
+from grpo_cli.recipe.schema.distributed import DistributedSection
 from grpo_cli.recipe.schema.eval import EvalSection
 from grpo_cli.recipe.schema.generation import GenerationSection
 from grpo_cli.recipe.schema.grpo import GrpoSection
@@ -15,6 +16,7 @@ from grpo_cli.recipe.schema.vllm import VllmSection
 
 __all__ = [
     "DatasetSection",
+    "DistributedSection",
     "EvalSection",
     "GenerationSection",
     "GrpoSection",
@@ -42,4 +44,5 @@ class Recipe:
     vllm: VllmSection = option(factory=VllmSection, help="The rollout engine, if it is vLLM.")
     train: TrainSection = option(factory=TrainSection, help="The loop.")
     eval: EvalSection = option(factory=EvalSection, help="Evaluation during training.")
+    distributed: DistributedSection = option(factory=DistributedSection, help="Several processes.")
     logging: LoggingSection = option(factory=LoggingSection, help="What is shown and recorded.")

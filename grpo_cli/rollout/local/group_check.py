@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_cli.device_memory import is_out_of_memory
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
+from grpo_cli.sharding import whole_shape
 
 _LIMIT = 1e-3
 """Largest difference between two ways to the same logits in float32 or better, as a share of the largest logit."""
@@ -73,7 +74,7 @@ def _in_words(error: Exception) -> str:
 
 def _logits(model: Any) -> tuple[Tensor, Tensor]:
     """Logits after the same tokens in two ways, float32 [12, V] each: plain forwards, and rows that come and go."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = whole_shape(model.get_input_embeddings().weight)[0]
     prompts = [[7 * place % vocabulary for place in range(1, length)] for length in (6, 4)]
     # The rows' groups, and the tokens they sample.
     groups = (0, 0, 1, 0)

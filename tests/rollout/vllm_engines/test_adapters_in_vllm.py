@@ -10,7 +10,7 @@ import torch
 from colocated import KEY, SEQUENCES, G
 from optional_packages import needs_vllm
 
-from grpo_cli.engine.distributed import NamedWeights
+from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights, MergedWeights
 from grpo_cli.policy.forward import PolicyModel

@@ -1,0 +1,1 @@
+"""How the weights, gradients and optimizer states of a run are spread over its processes."""

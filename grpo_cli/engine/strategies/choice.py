@@ -1,0 +1,148 @@
+"""Choose how a run is spread over its processes, and make it so."""
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_cli.device_memory import total_memory
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.strategies.replicas import Replicas
+from grpo_cli.engine.strategies.strategy import Strategy
+from grpo_cli.engine.strategies.zero import Zero
+from grpo_cli.errors import Problem, RecipeError, TrainingError
+from grpo_cli.policy.load import explained, prepared_location
+from grpo_cli.recipe.schema import ModelSection, Recipe
+
+SHARE_OF_MEMORY = 0.6
+"""What weights, gradients and optimizer states may take of a process's memory, so that activations find room, too."""
+
+_OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_REFUSED = ("optimizer", "scheduler", "fp16", "bf16", "amp", "managed_gradient_accumulation")
+
+
+def choose_strategy(recipe: Recipe, *, folder: Path, processes: Processes, say: Callable[[str], None]) -> Strategy:
+    """Make the strategy that a recipe asks for.
+
+    Args:
+        recipe: The whole recipe.
+        folder: Its folder.
+        processes: The processes of this run.
+        say: Told what `auto` chose and why.
+
+    Raises:
+        TrainingError: If it needs DeepSpeed, which is not installed.
+        RecipeError: If `distributed.deepspeed_config` cannot be read, or says what the recipe says.
+    """
+    name: str = recipe.distributed.strategy
+    if name == "auto":
+        name, reason = _automatic(recipe, folder, processes)
+        if processes.count > 1:
+            say(f"distributed.strategy: {name}, since {reason}")
+    if name == "ddp":
+        return Replicas(processes)
+    if find_spec("deepspeed") is None:
+        raise TrainingError(
+            f"distributed.strategy: found {recipe.distributed.strategy}, but DeepSpeed is not installed here",
+            hint='pip install "grpo-cli[deepspeed]"',
+        )
+    stage = int(name[-1])
+    return Zero(processes, stage=stage, settings=_settings(recipe, stage, folder))
+
+
+def _automatic(recipe: Recipe, folder: Path, processes: Processes) -> tuple[str, str]:
+    """Choose between copies of everything and parts of it, and say why."""
+    if processes.count == 1:
+        return "ddp", "there is one process"
+    memory = total_memory(processes.device)
+    if memory is None:
+        return "ddp", f"{processes.device} does not tell its memory"
+    memory //= processes.sharing_memory
+    needed = _bytes_of_a_copy(recipe, folder)
+    found = (
+        f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has"
+    )
+    if needed <= SHARE_OF_MEMORY * memory:
+        return "ddp", found
+    return "deepspeed_zero3", found
+
+
+def _bytes_of_a_copy(recipe: Recipe, folder: Path) -> int:
+    """Bytes of weights, gradients, optimizer states and reference, from the model's configuration alone."""
+    section = recipe.model
+    config = _config(section, folder)
+    with torch.device("meta"), explained(section.name_or_path):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    weights: int = _weights_dtype(section, config).itemsize * sum(one.numel() for one in model.parameters())
+    if section.lora is not None:  # what is trained is small, and the reference is in the policy
+        return weights
+    return weights * (4 if recipe.grpo.beta == 0 else 5)
+
+
+def _config(section: ModelSection, folder: Path) -> Any:
+    location = prepared_location(section.name_or_path, folder)
+    with explained(section.name_or_path):
+        return AutoConfig.from_pretrained(
+            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+
+
+def _weights_dtype(section: ModelSection, config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None) if section.dtype == "auto" else getattr(torch, section.dtype)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _settings(recipe: Recipe, stage: int, folder: Path) -> dict[str, Any]:
+    """Make DeepSpeed's configuration of the recipe's."""
+    section = recipe.distributed
+    settings = {} if section.deepspeed_config is None else _own_settings(section.deepspeed_config, stage, folder)
+    zero = {**settings.get("zero_optimization", {}), "stage": stage}
+    if section.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if section.offload_params:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    rounds = recipe.train.bf16 or _weights_dtype(recipe.model, _config(recipe.model, folder)) == torch.bfloat16
+    return {
+        "steps_per_print": 2**62,
+        **settings,
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants numbers; what a micro-batch is, the token budget decides
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # a step takes as many backward passes as it takes
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": rounds},
+    }
+
+
+def _own_settings(name: str, stage: int, folder: Path) -> dict[str, Any]:
+    """Read a user's configuration of DeepSpeed."""
+    path = next((base / name for base in (folder, Path.cwd()) if (base / name).is_file()), folder / name)
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(path, f"cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise _wrong(path, "holds no JSON object")
+    settings: dict[str, Any] = _without_auto(found)
+    for refused in (*_OURS, *_REFUSED):
+        if refused in settings:
+            raise _wrong(path, f"sets {refused}, which the recipe decides", hint="leave it out, or set it to auto")
+    own = settings.get("zero_optimization", {}).get("stage", stage)
+    if own != stage:
+        raise _wrong(path, f"asks for stage {own}, distributed.strategy for {stage}", hint="leave it out there")
+    return settings
+
+
+def _wrong(path: Path, message: str, *, hint: str | None = None) -> RecipeError:
+    return RecipeError([Problem(where=str(path), key="distributed.deepspeed_config", message=message, hint=hint)])
+
+
+def _without_auto(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is `auto`: it is the recipe's business, or has a default."""
+    kept = {key: _without_auto(one) if isinstance(one, dict) else one for key, one in value.items() if one != "auto"}
+    return {key: one for key, one in kept.items() if one != {} or value[key] == {}}

@@ -1,0 +1,14 @@
+"""Parameters that are cut into parts, of which a process keeps one."""
+
+import torch
+from torch import Tensor
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Give the shape that a parameter has when it is whole. What DeepSpeed has cut shows an empty tensor in between."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Tell whether this process has no more than a part of a parameter."""
+    return whole_shape(parameter) != parameter.shape
