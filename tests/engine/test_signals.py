@@ -16,7 +16,7 @@ from grpo_cli.errors import Interrupted
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_raises_at_once_inside_interruptible_code(number: signal.Signals, exit_code: int) -> None:
     with StopSignals() as signals, pytest.raises(Interrupted) as caught, signals.interruptible():  # noqa: PT012
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         pytest.fail("the signal came too late")
     assert caught.value.exit_code == exit_code
 
@@ -26,7 +26,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals, signals.interruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert signals.received is None
@@ -35,7 +35,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_elsewhere_it_waits_for_the_next_interruptible_code() -> None:
     reached = False
     with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         reached = True
         with pytest.raises(Interrupted), signals.interruptible():
             pytest.fail("the code must not run")
@@ -46,30 +46,30 @@ def test_code_that_survives_every_error_does_not_survive_a_signal() -> None:
     swallow = contextlib.suppress(Exception)  # as a reward function may do
     with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible():  # noqa: PT012
         with swallow:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         pytest.fail("it went on")
 
 
 def test_code_that_swallows_the_exception_is_stopped_all_the_same() -> None:
     swallow = contextlib.suppress(BaseException)
     with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible(), swallow:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("wrapping", [ValueError, SystemExit])
 def test_code_that_wraps_the_exception_is_stopped_all_the_same(wrapping: type[BaseException]) -> None:
     with StopSignals() as signals, pytest.raises(Interrupted), signals.interruptible():  # noqa: PT012
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         except BaseException as error:
             raise wrapping("a reward function raised") from error
 
 
 def test_a_second_signal_acts_as_usual() -> None:
     with StopSignals():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_handlers_are_put_back() -> None:
@@ -82,8 +82,8 @@ def test_the_handlers_are_put_back() -> None:
 def test_a_second_ctrl_c_is_not_taken_for_the_first() -> None:
     with StopSignals() as signals, pytest.raises(KeyboardInterrupt), signals.interruptible():  # noqa: PT012
         with contextlib.suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_the_exception_travels_between_processes() -> None:
