@@ -9,6 +9,6 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Tell whether this process has no more than a part of a parameter."""
-    return whole_shape(parameter) != parameter.shape
+def is_of_deepspeed(parameter: Tensor) -> bool:
+    """Tell whether DeepSpeed cuts a parameter into parts, and brings it together where it is used."""
+    return hasattr(parameter, "ds_shape")

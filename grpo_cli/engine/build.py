@@ -130,7 +130,18 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         reference=_build_reference(inputs, policy, prepared, longest),
         sampling=sampling,
         router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
-        notices=slower if misfit is None else [misfit, *slower],
+        notices=[*filter(None, [misfit, _cost_of_sampling(inputs, policy)]), *slower],
+    )
+
+
+def _cost_of_sampling(inputs: Inputs, policy: PolicyModel) -> str | None:
+    """Say what the built-in engine costs where weights are cut into parts."""
+    if inputs.strategy.weight_parts == 1 or inputs.recipe.vllm.mode is not None:
+        return None
+    size = sum(whole_shape(one).numel() * one.element_size() for one in policy.parameters())
+    return (
+        f"{inputs.strategy.name}: while a process samples it holds all weights, {size / 2**30:,.1f} GiB; with vllm.mode: server it "
+        "does not have to"
     )
 
 

@@ -180,6 +180,21 @@ class Processes:
             raise LostProcessError.shown_by(error) from error
 
 
+@contextmanager
+def telling_of_lost_processes() -> Iterator[None]:
+    """Run code in which libraries make exchanges of their own.
+
+    Raises:
+        LostProcessError: If one of them shows that another process has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+            raise LostProcessError.shown_by(error) from error
+        raise
+
+
 def _one_hot(index: int, value: int, length: int) -> Tensor:
     hot = torch.zeros(length, dtype=torch.int64)
     hot[index] = value

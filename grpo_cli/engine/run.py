@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy, loop_settings
-from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.plan import run_plan
@@ -87,7 +87,8 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         print_plan(console, run_plan(inputs, trainer.stages, done_steps=trainer.state.step))
         final: Path | None = None
         try:
-            final = trainer.run()
+            with telling_of_lost_processes():
+                final = trainer.run()
             return final
         finally:
             if trainer.state.step > 0:  # before that there is nothing to sum up: the error says it all

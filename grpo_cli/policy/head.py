@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.distribution import filter_logits
 from grpo_cli.policy.products import add_product, operand_dtype, project, sum_dtype
+from grpo_cli.sharding import is_of_deepspeed
 from grpo_cli.types import Sampling
 
 LOGITS_PER_CHUNK = 2**22
@@ -147,14 +148,15 @@ def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Tell whether calling a head does nothing but multiply by its weight and add its bias.
 
     Adapters, quantised and parametrised layers are of another type; sharding wrappers hook the module, replace its `forward`,
-    or make its weight a tensor of another type.
+    or make its weight a tensor of another type. DeepSpeed's hooks only bring the weight together, which reading it in the policy's
+    forward does as well, and once: each call of the module would be an exchange, of which processes with fewer chunks make fewer.
     """
     hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks  # noqa: SLF001  there are no public names
     return (
         type(head) is nn.Linear
         and type(head.weight) in {nn.Parameter, Tensor}
         and "forward" not in vars(head)
-        and not any(hooks)
+        and (is_of_deepspeed(head.weight) or not any(hooks))
     )
 
 

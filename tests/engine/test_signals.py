@@ -1,7 +1,6 @@
 """Signals: at once where nothing can be lost, later elsewhere, and never swallowed."""
 
 import contextlib
-import os
 import pickle
 import signal
 import subprocess

@@ -90,7 +90,7 @@ class Zero:
         zero["stage3_param_persistence_threshold"] = 0
         prepared: nn.Module
         prepared, *_ = self._deepspeed.initialize(model=policy, config={**plain, "zero_optimization": zero})
-        return prepared.eval() if not policy.training else prepared
+        return prepared
 
     def backward(self, loss: Tensor) -> None:
         """See `Strategy`. DeepSpeed takes the mean over the processes."""

@@ -1,0 +1,183 @@
+"""Runs whose weights, gradients and optimizer states are cut into parts: stopped, killed, resumed, and what they take of memory."""
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.experiment import Experiment, make_experiment, records, weights
+from many_processes import Job, Launched, launch, overrides, train_in
+from tiny_models import build_tiny_model
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.engine.run import run
+from grpo_cli.recipe.load import load_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+ZERO_CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}}
+"""Otherwise parameters as small as these would stay whole."""
+
+ENDLESS = ("train.max_steps=100000", "distributed.strategy=deepspeed_zero3")
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Experiment:
+    made = make_experiment(
+        tmp_path_factory.mktemp("experiment"),
+        tiny_model_folder,
+        grpo={"num_generations": 3},
+        generation={"max_completion_length": 10},
+        train={"prompts_per_step": 3, "max_steps": 5, "learning_rate": 0.001},
+    )
+    (made.folder / "zero.json").write_text(json.dumps(ZERO_CONFIG))
+    return made
+
+
+def settings(strategy: str) -> dict[str, object]:
+    if strategy == "ddp":
+        return {"distributed.strategy": "ddp"}
+    return {"distributed.strategy": strategy, "distributed.deepspeed_config": "zero.json"}
+
+
+MOVING: dict[str, object] = {
+    "grpo.num_iterations": 2,
+    "grpo.beta": 0.1,
+    "grpo.sync_ref_model": True,
+    "grpo.ref_model_sync_steps": 2,
+}
+"""A window that is open at the checkpoint, and a reference that has moved."""
+
+
+def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experiment: Experiment) -> None:
+    def job(strategy: str, output: str, begins: str | None = None) -> Job:
+        changes = {**MOVING, **settings(strategy), "train.output_dir": experiment.output(output), "train.save_steps": 3}
+        resume = None if begins is None else str(experiment.output(begins) / "checkpoints" / "step-000003")
+        return experiment.recipe, changes, resume
+
+    def alone(job: Job) -> None:
+        recipe, changes, resume = job
+        run(load_recipe(recipe, overrides(changes)), resume=resume)
+
+    alone(job("ddp", "copies"))
+    jobs = [
+        job("deepspeed_zero3", "parts"),
+        job("deepspeed_zero3", "parts from parts", "parts"),
+        job("deepspeed_zero3", "parts from copies", "copies"),
+        job("deepspeed_zero1", "zero1 from parts", "parts"),
+        job("deepspeed_zero2", "zero2 from copies", "copies"),
+    ]
+    train_in(2, jobs, experiment.folder)
+    alone(job("ddp", "copies from parts", "parts"))
+
+    files = {path.name for path in (experiment.output("parts") / "checkpoints" / "step-000003").glob("optimizer*")}
+    assert files == {"optimizer-00000-of-00002.safetensors", "optimizer-00001-of-00002.safetensors"}
+    expected = weights(experiment.output("copies"))
+    for name in (
+        "parts",
+        "parts from parts",
+        "parts from copies",
+        "zero1 from parts",
+        "zero2 from copies",
+        "copies from parts",
+    ):
+        found = weights(experiment.output(name))
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}")
+    exact = weights(experiment.output("parts"))
+    assert all(torch.equal(value, exact[key]) for key, value in weights(experiment.output("parts from parts")).items())
+    AutoModelForCausalLM.from_pretrained(experiment.output("parts") / "final")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_that_it_came_in(experiment: Experiment, number: signal.Signals, code: int) -> None:
+    launched = Launched(experiment, f"stopped-{code}", *ENDLESS)
+    launched.wait_for_steps(2)
+    launched.process.send_signal(number)
+    ended, output, errors = launched.end()
+    assert ended == code, (output, errors)
+    assert errors.count("stopped by") == 1
+    assert "Traceback" not in errors
+    done = records(launched.output)[-1]["step"]
+    assert (launched.output / "checkpoints" / f"step-{done:06d}" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others_within_seconds(experiment: Experiment, rank: int) -> None:
+    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1")
+    launched.wait_for_steps(2)
+    workers = launched.workers()
+    workers[rank].kill()
+    began = time.monotonic()
+    code, output, errors = launched.end()
+    assert time.monotonic() - began < 60
+    assert code == 137, (output, errors)
+    assert not any(worker.is_running() for worker in workers.values())
+    assert "Traceback" not in errors
+    assert f"process {rank} was killed by SIGKILL" in errors
+    assert list((launched.output / "checkpoints").glob("step-*"))
+
+
+MEASURE = """
+import resource
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+Path(sys.argv[2] + os.environ["RANK"]).write_text(str(peak))
+"""
+
+
+def test_a_process_takes_the_memory_of_its_part(experiment: Experiment, tmp_path: Path) -> None:
+    """The peak is compared with that of a model of no size at all, so that libraries do not count."""
+    large = build_tiny_model(
+        tmp_path / "large", hidden_size=1024, num_layers=4, intermediate_size=4096, initializer_range=0.02
+    )
+    whole = sum(one.nbytes for one in weights_of(large).values())
+    few: dict[str, object] = {"train.max_steps": 2, "train.prompts_per_step": 1, "train.gradient_checkpointing": True}
+
+    def peak(strategy: str, model: Path) -> float:
+        place = tmp_path / f"peak-{strategy}-{model.name}-"
+        changes = {
+            **few, **settings(strategy), "model.name_or_path": model, "train.output_dir": tmp_path / f"{strategy}-{model.name}",
+        }  # fmt: skip
+        outcome = launch(2, [(experiment.recipe, changes, None)], tmp_path, afterwards=MEASURE, arguments=(str(place),))
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        return max(float(Path(f"{place}{rank}").read_text()) for rank in range(2))
+
+    small = build_tiny_model(tmp_path / "small")
+    copies, parts = (peak(strategy, large) - peak(strategy, small) for strategy in ("ddp", "deepspeed_zero3"))
+    # Weights, gradients and two moments, of which a process has half; and all weights while it samples, when there are no gradients.
+    assert parts < 1.1 * max(4 * whole / 2, 3 * whole / 2 + whole)
+    assert parts < 0.8 * copies
+
+
+def weights_of(folder: Path) -> Mapping[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"type": "Adam"}}, "sets optimizer, which the recipe decides"),
+        ({"zero_optimization": {"stage": 2}}, "asks for stage 2, distributed.strategy for 3"),
+        ([], "holds no JSON object"),
+    ],
+)
+def test_a_wrong_configuration_is_told_in_one_line(
+    experiment: Experiment, tmp_path: Path, config: object, message: str
+) -> None:
+    (tmp_path / "wrong.json").write_text(json.dumps(config))
+    launched = Launched(
+        experiment,
+        "wrong",
+        "distributed.strategy=deepspeed_zero3",
+        f"distributed.deepspeed_config={tmp_path / 'wrong.json'}",
+    )
+    code, _, errors = launched.end()
+    assert code == 2
+    assert message in errors
+    assert errors.count("distributed.deepspeed_config") == 1
+    assert "Traceback" not in errors
