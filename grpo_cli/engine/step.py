@@ -173,9 +173,19 @@ class GradientPass:
             # The next micro-batch has other sizes, for which the room that this one leaves is too small.
             trim_heap(self.processes.device)
         for _ in range(idle_rounds):
-            stats = policy(IDLE, routers=self._balances_experts, expert_shares=expert_shares)
-            self.strategy.backward(0.0 * (stats.logps.sum() + (stats.routers.loss if stats.routers else 0.0)))
+            self._idle_round(policy, expert_shares)
         return outcomes, current
+
+    def _idle_round(self, policy: nn.Module, expert_shares: Tensor | None) -> None:
+        """Take part in a micro-batch of other processes: the same operations on next to nothing, and a gradient of 0."""
+        stats: TokenStats = policy(
+            IDLE,
+            entropy_grad=self.settings.entropy_coef != 0,
+            routers=self._balances_experts,
+            expert_shares=expert_shares,
+        )
+        routers = stats.routers.loss if stats.routers is not None else 0.0
+        self.strategy.backward(0.0 * (stats.logps.sum() + stats.entropies.sum() + routers))
 
     def _imbalance(self, seconds: float) -> Metrics:
         """Tell how much longer than the processes' mean the slowest one took for its gradients."""
