@@ -132,6 +132,7 @@ class Zero:
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
         if not steps:  # nothing has been trained yet
             return
+        self._link_states()
         for number, parameter in enumerate(self._trained):
             states = {name: safe_get_full_optimizer_state(parameter, name) for name in _MOMENTS}
             states = {name: state.view(whole_shape(parameter)) for name, state in states.items()}
@@ -161,9 +162,13 @@ class Zero:
         for part in parts:
             moments = {name: torch.zeros_like(part) for name in _MOMENTS}
             sharded.optimizer.state[part] = {"step": step.clone().to(part.device), **moments}
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Let DeepSpeed find the states of a parameter: it looks once, when only its first group of parameters has some."""
         if self._stage < 3:
-            sharded._hp_optimizer_states_linked = False  # noqa: SLF001  there is no public way before the first step
-            sharded._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+            self._engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001  there is no public way
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
