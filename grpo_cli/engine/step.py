@@ -143,7 +143,7 @@ class GradientPass:
         if self.processes.count == 1:  # it depends on how the step is split now
             expert_shares = self._expert_shares(policy, share)
         batches = self._batches(share, logps)
-        idle_rounds = self._idle_rounds(len(batches))
+        idle_rounds = self._idle_rounds(len(batches), least=1)
         skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
@@ -213,9 +213,9 @@ class GradientPass:
             with torch.no_grad():
                 policy(IDLE, routers=routers)
 
-    def _idle_rounds(self, batches: int) -> int:
-        """Count the micro-batches that this process has fewer than the one with most, where all have to do equally many, and one at least."""
-        return max(1, self.processes.most(batches)) - batches if self.strategy.in_step else 0
+    def _idle_rounds(self, batches: int, *, least: int = 0) -> int:
+        """Count the micro-batches that this process has fewer than the one with most, where all have to do equally many."""
+        return max(least, self.processes.most(batches)) - batches if self.strategy.in_step else 0
 
     def _expert_shares(self, policy: nn.Module, share: Share) -> Tensor | None:
         """Compute which share of the step's tokens goes to each expert; it takes a pass of its own if there are several micro-batches.

@@ -3,6 +3,7 @@
 import logging
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -110,8 +111,20 @@ class Zero:
         """See `Strategy`. It takes the memory of all weights, in every process."""
         if self._stage < 3:
             return nullcontext()
-        gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(list(policy.parameters()))
-        return gathered
+        return self._gathered(policy)
+
+    @contextmanager
+    def _gathered(self, policy: PolicyModel) -> Iterator[None]:
+        hooked = [(module, module._forward_pre_hooks, module._forward_hooks) for module in policy.modules()]  # noqa: SLF001
+        with self._deepspeed.zero.GatheredParameters(list(policy.parameters())):
+            # DeepSpeed's hooks would take the weights of each module apart after its first call, all the same.
+            for module, *_ in hooked:
+                module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
+            try:
+                yield
+            finally:
+                for module, before, after in hooked:
+                    module._forward_pre_hooks, module._forward_hooks = before, after  # noqa: SLF001
 
     def own_parts(self, policy: PolicyModel) -> Iterator[Tensor]:
         """See `Strategy`."""
