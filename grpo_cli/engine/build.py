@@ -3,11 +3,13 @@
 What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, and only then the model.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,6 +111,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         longest_prompt=None if prompt is None else max(prompt, held_out),
         max_completion_length=max(completion, recipe.eval.max_completion_length or 0),
     )
+    reference = _reference_model(inputs, model)
     optimizer = build_optimizer(policy, recipe.train, device=inputs.processes.device)
     schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
     shapes = [whole_shape(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -127,7 +130,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         prepared=prepared,
         schedule=schedule,
         trained_shapes=shapes,
-        reference=_build_reference(inputs, policy, prepared, longest),
+        reference=_build_reference(inputs, policy, prepared, reference, longest),
         sampling=sampling,
         router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
         notices=[*filter(None, [misfit, _cost_of_sampling(inputs, policy)]), *slower],
@@ -316,27 +319,41 @@ def loop_settings(recipe: Recipe, *, output_dir: Path, length: RunLength) -> Loo
     )
 
 
-def _build_reference(inputs: Inputs, policy: PolicyModel, prepared: nn.Module, longest: int | None) -> Reference | None:
-    """Make the reference of the KL term: the recipe's model, or one that has moved from there; with adapters the policy without them.
+def _reference_model(inputs: Inputs, model: Any) -> Any:
+    """Make the model that completions are compared with: the recipe's, or one that has moved from there.
+
+    Returns:
+        None if there is to be none, or it is the policy without its adapters.
 
     Raises:
         CheckpointError: If it is to move, and the checkpoint's did not.
     """
-    grpo, section = inputs.recipe.grpo, inputs.recipe.model
-    if grpo.beta == 0.0:
+    grpo, section, checkpoint = inputs.recipe.grpo, inputs.recipe.model, inputs.checkpoint
+    if grpo.beta == 0.0 or has_adapters(model):
         return None
-    if has_adapters(policy.model):
-        return BaseModelReference(policy, prepared)
-    if grpo.sync_ref_model and inputs.checkpoint is not None:
-        moved = inputs.checkpoint / REFERENCE_FOLDER
+    if checkpoint is None and inputs.strategy.weight_parts == 1:
+        return copy.deepcopy(model)
+    if grpo.sync_ref_model and checkpoint is not None:
+        moved = checkpoint / REFERENCE_FOLDER
         if not moved.is_dir():
             raise CheckpointError(
-                f"{inputs.checkpoint} has no reference model: it was written without grpo.sync_ref_model",
-                hint="resume with the recipe that the run was started with",
+                f"{checkpoint} has no reference model: it was written without grpo.sync_ref_model, or by an older version",
+                hint="resume with the recipe and the version that the run was started with",
             )
         section = dataclasses.replace(section, name_or_path=str(moved.resolve()), revision=None)
     with inputs.strategy.building():
-        model = load_model(section, folder=inputs.folder, device=inputs.processes.device)
+        return load_model(section, folder=inputs.folder, device=inputs.processes.device)
+
+
+def _build_reference(
+    inputs: Inputs, policy: PolicyModel, prepared: nn.Module, model: Any, longest: int | None
+) -> Reference | None:
+    """Make the reference of the KL term, if there is one, of its model."""
+    grpo = inputs.recipe.grpo
+    if grpo.beta == 0.0:
+        return None
+    if model is None:
+        return BaseModelReference(policy, prepared)
     reference = PolicyModel(model, sampling=policy.sampling)
     reference.full_logits = policy.full_logits
     if policy.shares_prefix:

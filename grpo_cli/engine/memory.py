@@ -142,7 +142,7 @@ def _room(policy: PolicyModel, processes: Processes, strategy: Strategy) -> floa
     free = free_memory(processes.device)
     if free is None:
         return None
-    to_come = _gradient_bytes(policy, strategy) + _optimizer_bytes(policy, strategy)
+    to_come = _gradient_bytes(policy, strategy) + _moment_bytes(policy, strategy)
     return SAFE_SHARE * (free / processes.sharing_memory - to_come)
 
 
@@ -151,16 +151,22 @@ def _gradient_bytes(policy: PolicyModel, strategy: Strategy) -> int:
     return _bytes(_trained(policy)) // strategy.gradient_parts
 
 
-def _optimizer_bytes(policy: PolicyModel, strategy: Strategy) -> int:
-    """Bytes that a process keeps of the optimizer's moments, and of the float32 weights that DeepSpeed has besides."""
+def _moment_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+    """Bytes that a process keeps of the optimizer's moments, which its first step makes. DeepSpeed's are float32 in any case."""
     if isinstance(strategy, Replicas):
         return 2 * _bytes(_trained(policy))
-    return (
-        3
-        * torch.float32.itemsize
-        * sum(whole_shape(one).numel() for one in _trained(policy))
-        // strategy.optimizer_parts
-    )
+    return 2 * _float32_bytes(policy) // strategy.optimizer_parts
+
+
+def _optimizer_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+    """Bytes of the moments, and of the float32 weights that DeepSpeed has besides."""
+    masters = 0 if isinstance(strategy, Replicas) else _float32_bytes(policy) // strategy.optimizer_parts
+    return _moment_bytes(policy, strategy) + masters
+
+
+def _float32_bytes(policy: PolicyModel) -> int:
+    """Bytes that the trained parameters have in float32."""
+    return torch.float32.itemsize * sum(whole_shape(one).numel() for one in _trained(policy))
 
 
 def _trained(policy: PolicyModel) -> list[Tensor]:

@@ -9,14 +9,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from grpo_cli.recipe.schema import TrainSection
+from grpo_cli.sharding import whole_shape
 
 
 def build_optimizer(policy: nn.Module, section: TrainSection, *, device: torch.device) -> AdamW:
     """Make AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, fused where the device can."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if len(whole_shape(p)) >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return AdamW(
         [group for group in groups if group["params"]],

@@ -39,6 +39,7 @@ from grpo_cli.telemetry.trackers import require_trackers
 from grpo_cli.types import PolicyVersion
 
 
+@telling_of_lost_processes()
 def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     """Train as a recipe says.
 
@@ -87,8 +88,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         print_plan(console, run_plan(inputs, trainer.stages, done_steps=trainer.state.step))
         final: Path | None = None
         try:
-            with telling_of_lost_processes():
-                final = trainer.run()
+            final = trainer.run()
             return final
         finally:
             if trainer.state.step > 0:  # before that there is nothing to sum up: the error says it all

@@ -133,7 +133,8 @@ class _Led:
         self.processes.from_main(_AGAIN)
         remaining = iter(self.named)
         try:
-            yield from remaining
+            for one in remaining:  # noqa: UP028  `yield from` would hand the end of this generator on to it
+                yield one
         finally:
             for _ in remaining:
                 pass

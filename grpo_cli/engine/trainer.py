@@ -229,3 +229,8 @@ class Trainer:
             self._save()
         except CheckpointError as error:  # what stopped the run is the better news
             self.stages.recorder.say(str(error))
+        except Exception as error:
+            if not self.stages.strategy.in_step:
+                raise
+            # A step that was cut off in the middle may have left exchanges open.
+            self.stages.recorder.say(f"the last steps could not be saved: {error}")

@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "luspo": {"grpo.loss_type": "luspo", "grpo.importance_sampling_level": "sequence"},
     "vespo": {"grpo.loss_type": "vespo"},
     "reference": {"grpo.beta": 0.1, "grpo.sync_ref_model": True, "grpo.ref_model_sync_steps": 2},
-    "reused": {"grpo.num_iterations": 2, "grpo.steps_per_generation": 2},
+    "reused": {"grpo.num_iterations": 2, "grpo.steps_per_generation": 2, "train.weight_decay": 0.1},
     "entropy": {"grpo.top_entropy_quantile": 0.5, "grpo.entropy_coef": 0.01},
     "batch": {"grpo.scale_rewards": "batch", "train.max_grad_norm": 0.01, "grpo.mask_truncated_completions": True},
     "padded": {"model.share_prefix": False},

@@ -45,6 +45,7 @@ def settings(strategy: str) -> dict[str, object]:
 
 MOVING: dict[str, object] = {
     "grpo.num_iterations": 2,
+    "train.weight_decay": 0.1,
     "grpo.beta": 0.1,
     "grpo.sync_ref_model": True,
     "grpo.ref_model_sync_steps": 2,
@@ -163,6 +164,7 @@ def weights_of(folder: Path) -> Mapping[str, torch.Tensor]:
     [
         ({"optimizer": {"type": "Adam"}}, "sets optimizer, which the recipe decides"),
         ({"zero_optimization": {"stage": 2}}, "asks for stage 2, distributed.strategy for 3"),
+        ({"zero_optimization": {"stage3_no_such_key": 2}}, "stage3_no_such_key"),
         ([], "holds no JSON object"),
     ],
 )

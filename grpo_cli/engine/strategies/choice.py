@@ -13,8 +13,8 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
-from grpo_cli.engine.strategies.zero import Zero
-from grpo_cli.errors import Problem, RecipeError, TrainingError
+from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
+from grpo_cli.errors import ModelError, Problem, RecipeError, TrainingError
 from grpo_cli.policy.load import explained, prepared_location
 from grpo_cli.recipe.schema import ModelSection, Recipe
 
@@ -44,6 +44,10 @@ def choose_strategy(recipe: Recipe, *, folder: Path, processes: Processes, say: 
     name: str = recipe.distributed.strategy
     if name == "auto":
         name, reason = automatic_strategy(recipe, folder, processes)
+        # The main process decides: others may have other memory.
+        name, reason = json.loads(
+            processes.from_main(json.dumps([name, reason]).encode() if processes.is_main else None)
+        )
         if processes.count > 1:
             say(f"distributed.strategy: {name}, since {reason}")
     if name == "ddp":
@@ -65,12 +69,17 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
     if memory is None:
         return "ddp", f"{processes.device} does not tell its memory"
     memory //= processes.sharing_memory
-    needed = _bytes_of_a_copy(recipe, folder)
+    try:
+        needed = _bytes_of_a_copy(recipe, folder)
+    except ModelError as error:
+        return "ddp", f"its size is not known beforehand ({error.message})"
     found = (
         f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has"
     )
     if needed <= SHARE_OF_MEMORY * memory:
         return "ddp", found
+    if find_spec("deepspeed") is None:
+        return "ddp", f"DeepSpeed is not installed, without which each process has a copy of everything; {found}"
     return "deepspeed_zero3", found
 
 
@@ -135,7 +144,17 @@ def _own_settings(name: str, stage: int, folder: Path) -> dict[str, Any]:
     for refused in (*_OURS, *_REFUSED):
         if refused in settings:
             raise _wrong(path, f"sets {refused}, which the recipe decides", hint="leave it out, or set it to auto")
-    own = settings.get("zero_optimization", {}).get("stage", stage)
+    zero = settings.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise _wrong(path, "zero_optimization holds no JSON object")
+    if "compute_grad_norm" in zero:
+        raise _wrong(path, "sets zero_optimization.compute_grad_norm, which every run needs", hint="leave it out")
+    try:
+        check_zero_settings(zero)
+    except ValueError as error:
+        lines = str(error).splitlines()
+        raise _wrong(path, f"zero_optimization: {' '.join(line.strip() for line in lines[1:3]) or error}") from error
+    own = zero.get("stage", stage)
     if own != stage:
         raise _wrong(path, f"asks for stage {own}, distributed.strategy for {stage}", hint="leave it out there")
     return settings

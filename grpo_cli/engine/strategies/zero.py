@@ -83,7 +83,8 @@ class Zero:
     def prepare_frozen(self, policy: PolicyModel) -> nn.Module:
         """See `Strategy`."""
         if self._stage < 3:
-            return self._processes.place(policy)
+            rounds = self._settings["bf16"]["enabled"]
+            return self._processes.place(policy.bfloat16() if rounds else policy)
         # Without an optimizer DeepSpeed only brings the weights together where they are used.
         plain = {name: value for name, value in self._settings.items() if name not in {"optimizer", "scheduler"}}
         zero = {name: value for name, value in plain["zero_optimization"].items() if name != "offload_optimizer"}
@@ -203,6 +204,18 @@ class GatheredWeights:
             # Taking the parameters apart again leaves these tensors alone.
             yield from whole
         yield from saved_buffers(self.model)
+
+
+def check_zero_settings(zero: Mapping[str, Any]) -> None:
+    """Check what DeepSpeed can check without a model.
+
+    Raises:
+        ValueError: If it does not know a key, or a value is not possible.
+    """
+    _deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: PLC0415
+
+    DeepSpeedZeroConfig(**zero)
 
 
 def _buckets(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
