@@ -67,7 +67,7 @@ class SpreadRollouts:
             while self._processes.from_main(None) == _AGAIN:
                 for _ in named_weights:
                     pass
-        weights = _Led(named_weights, self._processes) if self._led else named_weights
+        weights = LedWeights(named_weights, self._processes) if self._led else named_weights
 
         def call(own: RolloutEngine) -> SyncReport:
             try:
@@ -123,7 +123,7 @@ _AGAIN, _ENOUGH = b"again", b"enough"
 
 
 @dataclass(frozen=True, slots=True)
-class _Led:
+class LedWeights:
     """Weights that all processes go through to the end whenever the main one begins to, also if it stops on the way."""
 
     named: Iterable[tuple[str, Tensor]]
