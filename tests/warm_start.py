@@ -92,13 +92,16 @@ class WarmStart:
 
     Args:
         modules: What is imported beforehand.
+        environment: With which; this process's if None.
     """
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+    def __init__(self, modules: Sequence[str] = MODULES, environment: Mapping[str, str] | None = None) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._forking = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules], pass_fds=[theirs.fileno()]
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
+                env=environment,
             )
         self._commands: list[WarmCommand] = []
 
@@ -149,9 +152,9 @@ class WarmStart:
 
 
 @contextmanager
-def warm_start(modules: Sequence[str] = MODULES) -> Iterator[WarmStart]:
+def warm_start(modules: Sequence[str] = MODULES, environment: Mapping[str, str] | None = None) -> Iterator[WarmStart]:
     """Start commands by forking, until the end of the block."""
-    start = WarmStart(modules)
+    start = WarmStart(modules, environment)
     try:
         yield start
     finally:
