@@ -29,6 +29,16 @@ def forget_the_rewards_module() -> Iterator[None]:
     sys.modules.pop("my_rewards", None)
 
 
+LONGEST = ("test_vllm_train", "test_vllm_recovery", "test_many_processes", "test_served_vllm", "test_same_answers")
+"""Files that take minutes, the longest first; all of their tests are slow."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, so that what they find shows early."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """Quick tests first, so that what they find shows early; then the longest files, so that no worker is left with one at the end."""
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        is_slow = item.get_closest_marker("slow") is not None
+        name = item.path.stem
+        return is_slow, LONGEST.index(name) if is_slow and name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)

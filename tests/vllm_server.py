@@ -99,3 +99,13 @@ class VllmServer:
         """Send a request, with its token unless other headers are given."""
         headers = self.headers if headers is None else headers
         return httpx.request(method, self.url + path, headers=headers, timeout=120, trust_env=False, **options)
+
+
+def remaining(processes: list[psutil.Process], seconds: float = 15.0) -> list[psutil.Process]:
+    """Give those of some processes that are alive after some time to die."""
+    deadline = time.monotonic() + seconds
+    while True:
+        alive = [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.1)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from omegaconf import MISSING
@@ -12,6 +13,8 @@ from grpo_cli.recipe.schema.option import Range
 
 _SINGULAR = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURAL = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
+_TYPES: dict[type[Any], Mapping[str, Any]] = {}
+"""Of each section: they are evaluated from text, and asked for again for every key."""
 
 
 def fields_of(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
@@ -19,9 +22,11 @@ def fields_of(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(section)}
 
 
-def types_of(section: type[Any]) -> dict[str, Any]:
+def types_of(section: type[Any]) -> Mapping[str, Any]:
     """Give the types of a section's keys."""
-    return typing.get_type_hints(section)
+    if section not in _TYPES:
+        _TYPES[section] = types.MappingProxyType(typing.get_type_hints(section))
+    return _TYPES[section]
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:

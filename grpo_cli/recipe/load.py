@@ -1,6 +1,7 @@
 """A recipe file and command-line overrides to a `Recipe`, or to all of its problems at once."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,8 +100,14 @@ def _spell_out_rewards(root: Placed) -> Placed:
     return replace(root, value={**root.value, "rewards": section})
 
 
+@functools.cache
+def _schema() -> Any:
+    """Give the schema as OmegaConf has it, which takes as long to make as all else that is done with a recipe; merging copies it."""
+    return OmegaConf.structured(Recipe)
+
+
 def _build(checked: Checked) -> Recipe:
-    merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(escape(checked.values)))
+    merged = OmegaConf.merge(_schema(), OmegaConf.create(escape(checked.values)))
     return cast("Recipe", OmegaConf.to_object(merged))
 
 

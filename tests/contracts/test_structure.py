@@ -1,6 +1,7 @@
 """The rules that the code's structure follows, as far as no linter knows them."""
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def text_files() -> list[Path]:
     return [*code, *(path for path in ROOT.iterdir() if path.name in TOP_LEVEL and path.is_file())]
 
 
+@functools.cache  # several rules look at all of them
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

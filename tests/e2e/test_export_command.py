@@ -8,6 +8,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
 from grpo_cli.policy.load import load_model
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command from scratch."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_cli", "export", *map(str, arguments)], capture_output=True, text=True, check=False
     )
@@ -43,7 +45,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_merged_adapters_are_a_whole_model_that_says_the_same(
-    experiment: Experiment, tiny_model_folder: Path, tmp_path: Path
+    experiment: Experiment, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     outcome = export("--merge", experiment.output(), tmp_path / "whole")
     assert (outcome.returncode, outcome.stderr) == (0, "")
@@ -55,7 +57,8 @@ def test_merged_adapters_are_a_whole_model_that_says_the_same(
     assert (logits(whole) - logits(AutoModelForCausalLM.from_pretrained(tiny_model_folder))).abs().max() > 0.01
     assert AutoTokenizer.from_pretrained(tmp_path / "whole").chat_template
     assert load_model(ModelSection(name_or_path=str(tmp_path / "whole")), folder=tmp_path)
-    named = export("--merge", "--base", tiny_model_folder, experiment.output() / "final", tmp_path / "named")
+    final = experiment.output() / "final"
+    named = warm.run("export", "--merge", "--base", tiny_model_folder, final, tmp_path / "named")
     assert named.returncode == 0, named.stderr
     assert not list(tmp_path.glob(".writing-*"))
 
@@ -69,7 +72,7 @@ def test_a_checkpoints_model_is_copied_as_it_is(experiment: Experiment, tmp_path
 
 
 def test_what_cannot_be_exported_is_told_in_a_line(
-    experiment: Experiment, tiny_model_folder: Path, tmp_path: Path
+    experiment: Experiment, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     (tmp_path / "there").mkdir()
     for arguments, code, message in (
@@ -79,7 +82,7 @@ def test_what_cannot_be_exported_is_told_in_a_line(
         (("--base", "x", experiment.output(), tmp_path / "new"), 2, "add --merge"),
         (("--merge", "--base", "./gone", experiment.output(), tmp_path / "new"), 2, "./gone does not exist"),
     ):
-        outcome = export(*arguments)
+        outcome = warm.run("export", *arguments)
         assert (outcome.returncode, message in outcome.stderr) == (code, True), outcome.stderr
         assert "Traceback" not in outcome.stderr
     assert not (tmp_path / "new").exists()

@@ -8,20 +8,26 @@ from pathlib import Path
 
 import pytest
 from e2e.experiment import Experiment, assert_same_run, make_experiment
+from warm_start import WarmCommand, WarmStart
 
 KILLS = 10
+GRPO = [sys.executable, "-m", "grpo_cli"]
 
 
-def command(experiment: Experiment, output: str, *more: str) -> list[str]:
+def arguments(experiment: Experiment, output: str, *more: str) -> list[str]:
     return [
-        sys.executable, "-m", "grpo_cli", "train", str(experiment.recipe),
+        "train", str(experiment.recipe),
         f"train.output_dir={experiment.output(output)}", "train.save_steps=1", "train.keep_checkpoints=2", *more,
     ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_change_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
-    """The kills are spread over the time that the process spends in its loop: start-up is long, steps are short."""
+def test_ten_kills_at_random_moments_change_nothing(tiny_model_folder: Path, tmp_path: Path, warm: WarmStart) -> None:
+    """The kills are spread over the time that the process spends in its loop.
+
+    Those that are killed are forked, for their start-up would be long; the run that they are compared with, and the one that ends theirs,
+    start from scratch, each with other hashes.
+    """
     experiment = make_experiment(
         tmp_path,
         tiny_model_folder,
@@ -31,24 +37,22 @@ def test_ten_kills_at_random_moments_change_nothing(tiny_model_folder: Path, tmp
             "output_dir": str(tmp_path / "run"),
         },
     )  # fmt: skip
-    subprocess.run(command(experiment, "whole"), check=True, capture_output=True)
+    subprocess.run([*GRPO, *arguments(experiment, "whole")], check=True, capture_output=True)
     moments = random.Random(0)
     output = experiment.output("killed")
     killed, done = 0, 0
     while killed < KILLS:
-        process = subprocess.Popen(
-            command(experiment, "killed", "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        process = warm.start(*arguments(experiment, "killed", "--resume"))
         wait_for_progress(output, done, process)
         time.sleep(moments.uniform(0.0, 0.25))
         process.kill()
-        process.communicate()
+        process.wait(60)
         if process.returncode == 0:  # it was faster
             break
         killed += 1
         done = steps_recorded(output)
     assert killed >= KILLS // 2
-    subprocess.run(command(experiment, "killed", "--resume"), check=True, capture_output=True)
+    subprocess.run([*GRPO, *arguments(experiment, "killed", "--resume")], check=True, capture_output=True)
     assert_same_run(output, experiment.output("whole"))
 
 
@@ -57,7 +61,7 @@ def steps_recorded(output: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def wait_for_progress(output: Path, done: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_progress(output: Path, done: int, process: WarmCommand) -> None:
     """Wait until the process has trained a step of its own, or has ended."""
     deadline = time.monotonic() + 60
     while steps_recorded(output) <= done and process.poll() is None:

@@ -1,4 +1,7 @@
-"""`grpo train` as a process: what it prints, where it leaves things, and its exit codes."""
+"""`grpo train` as a process: what it prints, where it leaves things, and its exit codes.
+
+A whole run, a run that is interrupted, and a recipe with an error start from scratch; the others are forked (see `warm_start`).
+"""
 
 import json
 import os
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 from e2e.experiment import Experiment, make_experiment, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import WarmCommand, WarmStart
 
 from grpo_cli.cli.train import with_resume_value
 
@@ -19,7 +23,7 @@ GRPO = [sys.executable, "-m", "grpo_cli"]
 
 
 def grpo(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run the command from scratch to its end."""
     return subprocess.run(
         [*GRPO, *map(str, arguments)],
         capture_output=True,
@@ -90,11 +94,11 @@ def test_the_run_directory_is_complete(finished: tuple[Experiment, str]) -> None
     assert train_files == [f"train-{step:06d}.parquet" for step in range(1, 7)]
 
 
-def test_the_saved_recipe_repeats_the_run(finished: tuple[Experiment, str], tmp_path: Path) -> None:
+def test_the_saved_recipe_repeats_the_run(finished: tuple[Experiment, str], tmp_path: Path, warm: WarmStart) -> None:
     experiment, _ = finished
     saved = experiment.folder / "again.yaml"
     saved.write_text((experiment.output() / "recipe.yaml").read_text())
-    outcome = grpo("train", saved, f"train.output_dir={tmp_path / 'again'}")
+    outcome = warm.run("train", saved, f"train.output_dir={tmp_path / 'again'}")
     assert outcome.returncode == 0, outcome.stderr
     rewards = [record.get("reward") for record in records(experiment.output())]
     assert [record.get("reward") for record in records(tmp_path / "again")] == rewards
@@ -114,16 +118,21 @@ def test_the_final_model_is_a_plain_folder(finished: tuple[Experiment, str]) -> 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_save_and_exit_with_their_code(
-    number: signal.Signals, exit_code: int, tiny_model_folder: Path, tmp_path: Path
+    number: signal.Signals, exit_code: int, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
+    """Ctrl-C, whose handling a process inherits, comes to one that was started from scratch."""
     experiment = make_experiment(
         tmp_path,
         tiny_model_folder,
         train={"prompts_per_step": 2, "max_steps": 100_000, "output_dir": str(tmp_path / "run")},
     )
-    process = subprocess.Popen(
-        [*GRPO, "train", str(experiment.recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process: subprocess.Popen[str] | WarmCommand
+    if number == signal.SIGINT:
+        process = subprocess.Popen(
+            [*GRPO, "train", str(experiment.recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    else:
+        process = warm.start("train", experiment.recipe)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -150,30 +159,39 @@ def test_signals_save_and_exit_with_their_code(
     ],
 )
 def test_errors_are_for_people(
-    overrides: list[str], message: str, exit_code: int, tiny_model_folder: Path, tmp_path: Path
+    overrides: list[str], message: str, exit_code: int, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
-    outcome = grpo("train", experiment.recipe, *overrides)
+    outcome = warm.run("train", experiment.recipe, *overrides)
     assert outcome.returncode == exit_code, outcome.stderr
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not experiment.output().exists()
 
 
-def test_a_reward_that_raises_names_itself_and_loses_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_with_an_error_is_refused_from_scratch(tiny_model_folder: Path, tmp_path: Path) -> None:
+    outcome = grpo("train", make_experiment(tmp_path, tiny_model_folder).recipe, "grpo.num_generation=4")
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("command line: grpo.num_generation: ")
+    assert outcome.stdout == ""
+
+
+def test_a_reward_that_raises_names_itself_and_loses_nothing(
+    tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
+) -> None:
     experiment = make_experiment(tmp_path, tiny_model_folder)
     rewards = tmp_path / "my_rewards.py"
     rewards.write_text(
         rewards.read_text() + "\n\ndef fragile(completions, trainer_state, **_):\n"
         "    return [1 / (3 - trainer_state.global_step) for _ in completions]\n"
     )
-    broken = grpo("train", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]")
+    broken = warm.run("train", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]")
     assert broken.returncode == 3
     assert "reward function 'fragile' raised ZeroDivisionError" in broken.stderr
     assert "Traceback" not in broken.stderr
     assert "stopped at step 3 of 6" in broken.stdout
     assert (experiment.output() / "checkpoints" / "step-000003").is_dir()
-    debug = grpo("train", "--debug", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]", "--resume")
+    debug = warm.run("train", "--debug", experiment.recipe, "rewards.reward_funcs=[my_rewards.fragile]", "--resume")
     assert "Traceback" in debug.stderr
     assert "ZeroDivisionError" in debug.stderr
 

@@ -4,6 +4,7 @@ vLLM's processes import this module again as `__mp_main__` before anything else,
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -120,10 +121,13 @@ def main(arguments: list[str]) -> None:
     Its installed command looks for a distribution of the name `vllm`, which the CPU builds are not.
     """
     end_with_supervisor()
+    gc.disable()  # as in `cli.train`
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415  seconds
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
+    gc.freeze()
+    gc.enable()
     parser = FlexibleArgumentParser()
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
@@ -146,5 +150,10 @@ def _settle_on_cpu(tensor_parallel_size: int, data_parallel_size: int) -> None:
 
 if __name__ == "__mp_main__":
     _die_with_parent()
+    gc.disable()
+    import vllm.v1.engine.core  # noqa: F401  which they import in any case
+
+    gc.freeze()
+    gc.enable()
 elif __name__ == "__main__":
     main(sys.argv[1:])

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -54,11 +55,18 @@ def receiving_process(pipe: Connection, rank: int) -> None:
             pipe.send(("failed", str(error)))
 
 
+def forking() -> ForkServerContext:
+    """Make processes without a start of several seconds each: they are forked from one that has imported torch, and does nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "grpo_cli.rollout.sync.transports"])
+    return context
+
+
 class Servers:
     """Two receiving processes, and the control plane to them."""
 
     def __init__(self, number: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for _ in range(number):
@@ -268,7 +276,7 @@ def trainer_that_connects(pipe: Connection) -> None:
 
 @pytest.mark.slow
 def test_a_server_does_not_wait_for_a_trainer_that_was_killed() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     ours, theirs = context.Pipe()
     trainer = context.Process(target=trainer_that_connects, args=(theirs,), daemon=True)
     trainer.start()

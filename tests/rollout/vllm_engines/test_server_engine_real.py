@@ -13,7 +13,7 @@ import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
-from vllm_server import TOKEN, VllmServer
+from vllm_server import TOKEN, VllmServer, remaining
 
 from grpo_cli.errors import Interrupted
 from grpo_cli.rollout.sync.transports import ProcessGroupTransport, SharedMemoryTransport, WeightTransport
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """A server of the first model. The last test may kill it."""
+    """A server of the first model. The last test kills it."""
     options = ("--max-model-length", "256", "--engine", "max_num_seqs=16")
     with VllmServer(tmp_path_factory.mktemp("log"), folders[0], *options) as server:
         yield server
@@ -177,11 +177,12 @@ def test_next_trainer_attaches_to_a_server_whose_trainer_died_between_two_bucket
         torch.testing.assert_close(one.logps, true_logps(model, prompts[0], one, 1.0), atol=TOLERANCE, rtol=0)
 
 
-def test_killed_server_is_an_error_within_seconds(
+def test_a_killed_server_is_an_error_within_seconds_and_nothing_of_it_stays(
     folders: list[Path], served: VllmServer, build: Callable[..., ServerEngine], prompts: list[Prompt]
 ) -> None:
     engine = build()
     engine.sync(weights_of(load(folders[1])), PolicyVersion(1))
+    offspring = served.offspring()
     served.process.kill()
     begin = time.monotonic()
     with pytest.raises(ServerError, match=f"vLLM server {served.url}: "):
@@ -189,3 +190,6 @@ def test_killed_server_is_an_error_within_seconds(
             prompts * 20, Sampling(stop_ids=(257,), max_tokens=200, min_tokens=200), num_generations=8, seed_key=KEY
         )
     assert time.monotonic() - begin < 30
+    served.wait()
+    assert len(offspring) > 1
+    assert remaining(offspring) == []
