@@ -34,9 +34,7 @@ def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
 
 
-def launch(
-    count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "", arguments: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def launch(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> subprocess.CompletedProcess[str]:
     """Do some runs one after another in the same processes, and then something else.
 
     Args:
@@ -44,14 +42,13 @@ def launch(
         jobs: `{rank}` in a change is the process's number.
         folder: Where the program goes.
         afterwards: What is done after all runs.
-        arguments: For what is done then, `sys.argv[2]` and further.
     """
     program = folder / "program.py"
     program.write_text(PROGRAM + afterwards)
     told = [(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     return subprocess.run(
-        [*torchrun, "--master-port", str(free_port()), str(program), json.dumps(told), *arguments],
+        [*torchrun, "--master-port", str(free_port()), str(program), json.dumps(told)],
         capture_output=True,
         text=True,
         check=False,

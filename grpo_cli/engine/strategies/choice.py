@@ -21,8 +21,8 @@ from grpo_cli.recipe.schema import ModelSection, Recipe
 SHARE_OF_MEMORY = 0.6
 """What weights, gradients and optimizer states may take of a process's memory, so that activations find room, too."""
 
-BUCKET_ELEMENTS = 2**26
-"""Of gradients that are exchanged in one message. DeepSpeed's own choice is eight times as many, held twice."""
+BUCKET_ELEMENTS = 2**24
+"""Of gradients that are exchanged in one message. DeepSpeed's own choice is thirty times as many, held in memory all the time."""
 
 _OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _REFUSED = ("optimizer", "scheduler", "fp16", "bf16", "amp", "managed_gradient_accumulation")
