@@ -13,6 +13,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, completions, records, weights
 from vllm_server import free_port
+from warm_start import WarmStart
 
 PROGRAM = """
 import json, os, sys
@@ -61,6 +62,30 @@ def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str =
     """Do some runs, all of which succeed."""
     outcome = launch(count, jobs, folder, afterwards=afterwards)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def train_in_forked(warm: WarmStart, count: int, jobs: Sequence[Job], *, afterwards: str = "") -> None:
+    """Do some runs, all of which succeed, in processes that are told of each other as torchrun tells them. See `launch`."""
+    told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    processes = [
+        warm.start(
+            told,
+            environment={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            program=PROGRAM + afterwards,
+        )
+        for rank in range(count)
+    ]
+    deadline = time.monotonic() + 600
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes) or time.monotonic() > deadline:
+            for process in processes:  # the others would wait for the one that has failed
+                process.kill()
+        time.sleep(0.1)
+    assert [process.returncode for process in processes] == [0] * count, [
+        process.communicate(timeout=10) for process in processes
+    ]
 
 
 def assert_close(mine: Path, theirs: Path, *, but: tuple[str, ...] = (), atol: float = 2e-5) -> None:

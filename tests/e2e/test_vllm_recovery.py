@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 from e2e.experiment import Experiment, completions, records
 from e2e.test_vllm_train import (
     assert_nothing_is_left,
+    environment,
     make,
     serve,
     start,
@@ -17,7 +19,8 @@ from e2e.test_vllm_train import (
 )
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
-from vllm_server import free_port
+from vllm_server import VllmServer, free_port
+from warm_start import WarmStart
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,17 +112,44 @@ def test_a_server_of_several_processes_is_started_again(undisturbed: Path, model
     assert_nothing_is_left(experiment)
 
 
-def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
-    undisturbed: Path, model: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def own_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server that no run has started, for two tests; the second one kills it."""
+    with serve(tmp_path_factory.mktemp("server"), model, free_port()) as server:
+        yield server
+
+
+def test_a_taken_port_and_other_models_are_told_in_a_line(
+    own_server: VllmServer, model: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
-    port = free_port()
+    port = own_server.port
+    other = build_tiny_model(tmp_path / "other", hidden_size=256, initializer_range=0.2)
+    wrong = train(make(tmp_path / "wrong", other, mode="server", server_port=port), warm=warm)
+    assert wrong.returncode == 2, wrong.stderr
+    assert (
+        f"it serves {model}, whose hidden_size is 128; that of {other}, which is trained here, is 256" in wrong.stderr
+    )
+    precise = train(make(tmp_path / "precise", model, mode="server", server_port=port, dtype="bfloat16"), warm=warm)
+    assert precise.returncode == 2, precise.stderr
+    assert "it computes in float32, but this run counts on bfloat16 (vllm.dtype)" in precise.stderr
+    taken = train(make(tmp_path / "taken", model, mode="server", start=True, server_port=port), warm=warm)
+    assert taken.returncode == 4, taken.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in taken.stderr
+    assert "Traceback" not in wrong.stderr + precise.stderr + taken.stderr
+    assert own_server.process.poll() is None
+
+
+def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
+    own_server: VllmServer, undisturbed: Path, model: Path, tmp_path: Path, warm: WarmStart
+) -> None:
+    """It ends the server that the test before has looked at."""
+    port = own_server.port
     experiment = make(tmp_path, model, mode="server", server_port=port)
-    with serve(tmp_path, model, port) as server:
-        process = start(experiment, MORE)
-        wait_for_steps(experiment.output(), 2, process)
-        server.process.kill()
-        time.sleep(5)
-        assert process.poll() is None
+    process = warm.start("train", experiment.recipe, MORE, environment=environment(experiment))
+    wait_for_steps(experiment.output(), 2, process)
+    own_server.process.kill()
+    time.sleep(5)
+    assert process.poll() is None
     with serve(tmp_path, model, port) as server:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
@@ -129,7 +159,7 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
         assert recoveries(experiment) == 1
 
         given_up = make(tmp_path / "given-up", model, mode="server", server_port=port, server_timeout=3)
-        process = start(given_up, "train.max_steps=100000")
+        process = warm.start("train", given_up.recipe, "train.max_steps=100000", environment=environment(given_up))
         wait_for_steps(given_up.output(), 2, process)
         server.process.kill()
         began = time.monotonic()
@@ -141,23 +171,3 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
     done = records(given_up.output())[-1]["step"]
     assert f"stopped at step {done} of 100000" in output
     assert (given_up.output() / "checkpoints" / f"step-{done:06d}").is_dir()
-
-
-def test_a_taken_port_and_other_models_are_told_in_a_line(model: Path, tmp_path: Path) -> None:
-    port = free_port()
-    other = build_tiny_model(tmp_path / "other", hidden_size=256, initializer_range=0.2)
-    with serve(tmp_path, model, port) as server:
-        wrong = train(make(tmp_path / "wrong", other, mode="server", server_port=port))
-        assert wrong.returncode == 2, wrong.stderr
-        assert (
-            f"it serves {model}, whose hidden_size is 128; that of {other}, which is trained here, is 256"
-            in wrong.stderr
-        )
-        precise = train(make(tmp_path / "precise", model, mode="server", server_port=port, dtype="bfloat16"))
-        assert precise.returncode == 2, precise.stderr
-        assert "it computes in float32, but this run counts on bfloat16 (vllm.dtype)" in precise.stderr
-        taken = train(make(tmp_path / "taken", model, mode="server", start=True, server_port=port))
-        assert taken.returncode == 4, taken.stderr
-        assert f"cannot listen on 127.0.0.1:{port}: address already in use" in taken.stderr
-        assert "Traceback" not in wrong.stderr + precise.stderr + taken.stderr
-        assert server.process.poll() is None

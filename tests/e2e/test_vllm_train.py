@@ -16,10 +16,12 @@ import psutil
 import pytest
 import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
-from many_processes import Launched, assert_close, overrides, train_in
+from many_processes import Launched, assert_close, overrides, train_in_forked
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from vllm_server import VllmServer, free_port
+from warm_start import GRPO as GRPO_PROGRAM
+from warm_start import WarmCommand, WarmStart
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,13 +55,9 @@ def lie():
 """
 """Sends two matrices under each other's name: what arrives is what was sent, and still it is wrong."""
 LYING = f"""
-import sys
 {LIE}
 lie()
-
-from grpo_cli.cli.app import main
-
-sys.exit(main())
+{GRPO_PROGRAM}
 """
 LYING_IN_ONE_OF_TWO = f"""
 from grpo_cli.errors import TrainingError
@@ -98,8 +96,10 @@ def environment(experiment: Experiment) -> dict[str, str]:
     return ENVIRONMENT | {MARK: str(experiment.folder)}
 
 
-def train(experiment: Experiment, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `grpo train` to its end."""
+def train(experiment: Experiment, *arguments: str, warm: WarmStart | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `grpo train` to its end, from scratch or forked."""
+    if warm is not None:
+        return warm.run("train", experiment.recipe, *arguments, environment=environment(experiment))
     return subprocess.run(
         [*GRPO, "train", str(experiment.recipe), *arguments],
         capture_output=True,
@@ -110,7 +110,9 @@ def train(experiment: Experiment, *arguments: str) -> subprocess.CompletedProces
     )
 
 
-def wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str], seconds: float = 240) -> None:
+def wait_for_steps(
+    output: Path, steps: int, process: subprocess.Popen[str] | WarmCommand, seconds: float = 240
+) -> None:
     """Wait until a run has done some steps."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -191,9 +193,9 @@ def test_vllm_samples_in_the_process_that_trains(colocated: tuple[Experiment, st
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_adapters_are_sampled_with(merged: bool, model: Path, tmp_path: Path) -> None:
+def test_adapters_are_sampled_with(merged: bool, model: Path, tmp_path: Path, warm_vllm: WarmStart) -> None:
     experiment = make(tmp_path, model, mode="colocate", merge_adapters=merged)
-    outcome = train(experiment, "model.lora.r=4", "train.learning_rate=0.05", "grpo.beta=0.01")
+    outcome = train(experiment, "model.lora.r=4", "train.learning_rate=0.05", "grpo.beta=0.01", warm=warm_vllm)
     assert outcome.returncode == 0, outcome.stderr
     if not merged:
         assert_adapters_were_sent(experiment)
@@ -212,18 +214,11 @@ def test_the_last_of_the_weights_are_sampled_from(colocated: tuple[Experiment, s
     assert len({str(rows) for rows in first.values()}) == STEPS
 
 
-def test_weights_under_wrong_names_stop_the_run_before_it_trains(model: Path, tmp_path: Path) -> None:
+def test_weights_under_wrong_names_stop_the_run_before_it_trains(
+    model: Path, tmp_path: Path, warm_vllm: WarmStart
+) -> None:
     experiment = make(tmp_path, model, mode="colocate")
-    script = tmp_path / "lying.py"
-    script.write_text(LYING)
-    outcome = subprocess.run(
-        [sys.executable, str(script), "train", str(experiment.recipe)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-        timeout=300,
-    )
+    outcome = warm_vllm.run("train", experiment.recipe, environment=ENVIRONMENT, program=LYING)
     assert outcome.returncode == 4, outcome.stderr
     assert "does not sample from the trained weights" in outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -238,7 +233,7 @@ def serve(folder: Path, model: Path, port: int) -> VllmServer:
 
 
 def test_runs_attach_to_a_server_one_after_another(
-    colocated: tuple[Experiment, str], model: Path, tmp_path: Path
+    colocated: tuple[Experiment, str], model: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes.
 
@@ -255,13 +250,13 @@ def test_runs_attach_to_a_server_one_after_another(
             "it was started at the same time as the server"
         )
         assert f"  engine    vLLM server http://127.0.0.1:{port}\n" in output
-        outcome = train(experiment, "--resume")
+        outcome = train(experiment, "--resume", warm=warm)
         assert outcome.returncode == 0, outcome.stderr
         two = make(tmp_path / "two", model, mode="server", server_port=port)
         outcome = train(two, "--nproc", "2")
         assert outcome.returncode == 0, outcome.stderr
         adapted = make(tmp_path / "adapted", model, mode="server", server_port=port)
-        outcome = train(adapted, "model.lora.r=4", "train.learning_rate=0.05")
+        outcome = train(adapted, "model.lora.r=4", "train.learning_rate=0.05", warm=warm)
         assert outcome.returncode == 0, outcome.stderr
     assert_adapters_were_sent(adapted)
     for one in (experiment, two):
@@ -285,10 +280,11 @@ MANY: dict[str, object] = {
 
 
 @pytest.fixture(scope="module")
-def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+def many(model: Path, tmp_path_factory: pytest.TempPathFactory, warm_vllm: WarmStart) -> Experiment:
     """A run with an engine in its process, and with engines in and over two processes, which then are lied to."""
     experiment = make(tmp_path_factory.mktemp("many"), model, mode="colocate")
-    outcome = train(experiment, *overrides({**MANY, "train.output_dir": experiment.output("alone")}))
+    alone = overrides({**MANY, "train.output_dir": experiment.output("alone")})
+    outcome = train(experiment, *alone, warm=warm_vllm)
     assert outcome.returncode == 0, outcome.stderr
     adapted = {"model.lora.r": 4, "vllm.tensor_parallel_size": 2, "train.output_dir": experiment.output("adapted")}
     jobs = [
@@ -298,7 +294,7 @@ def many(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
             for size in (1, 2)
         ),
     ]
-    train_in(2, [(experiment.recipe, job, None) for job in jobs], experiment.folder, afterwards=LYING_IN_ONE_OF_TWO)
+    train_in_forked(warm_vllm, 2, [(experiment.recipe, job, None) for job in jobs], afterwards=LYING_IN_ONE_OF_TWO)
     return experiment
 
 
