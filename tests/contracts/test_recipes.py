@@ -13,7 +13,7 @@ from grpo_cli.scoring.runtime import RewardScorer
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 PATHS = sorted(RECIPES.glob("*.yaml"))
-LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask", "vllm", "lora"}
+LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask", "vllm", "lora", "qwen2.5-72b"}
 
 each_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
