@@ -70,10 +70,10 @@ def test_a_run_that_fails_ends_the_job_with_its_exit_code_for_good(cluster: Clus
 
 @pytest.fixture(scope="module")
 def interrupted(cluster: Cluster, experiment: Experiment, undisturbed: Job) -> dict[str, Job]:
-    """Jobs in the middle of which Slurm wants their nodes: for another job, and because their time is nearly over."""
+    """Jobs that lose their nodes in the middle: to another job, because their time is nearly over, and because a node fails."""
     jobs = {
         name: train_on_one_node(cluster, experiment, name, node=node, SECONDS_PER_STEP="0.25")
-        for node, name in enumerate(("preempted", "warned"), start=1)
+        for node, name in enumerate(("preempted", "warned", "lost"), start=1)
     }
     for name, job in jobs.items():
         wait_for_steps(experiment.output(name), 3, job)
@@ -81,17 +81,18 @@ def interrupted(cluster: Cluster, experiment: Experiment, undisturbed: Job) -> d
     cluster.sbatch(*urgent, folder=experiment.folder)
     # As Slurm does, `--signal` before the end of the time.
     jobs["warned"].ask("scancel", "--batch", "--signal=USR1", jobs["warned"].number)
+    jobs["lost"].ask("scontrol", "update", "nodename=n3", "state=down", "reason=test")
     return jobs
 
 
-@pytest.mark.parametrize("name", ["preempted", "warned"])
-def test_a_job_that_has_to_make_room_saves_and_goes_on_as_if_nothing_had_been(
-    interrupted: dict[str, Job], experiment: Experiment, name: str
+@pytest.mark.parametrize(("name", "by_itself"), [("preempted", True), ("warned", True), ("lost", False)])
+def test_a_job_that_loses_its_node_goes_on_as_if_nothing_had_been(
+    interrupted: dict[str, Job], experiment: Experiment, name: str, by_itself: bool
 ) -> None:
     job = interrupted[name]
     assert job.wait() == ("COMPLETED", 0), job.printed()
     assert job.shown("Restarts") == "1"
-    assert job.printed().count("the job goes back into the queue") == 1
+    assert job.printed().count("the job goes back into the queue") == by_itself, "else Slurm puts it there"
     steps = [record["step"] for record in records(experiment.output(name))]
     assert steps == list(range(1, STEPS + 1)), "none was done twice"
     assert_same_run(experiment.output(name), experiment.output("undisturbed"))

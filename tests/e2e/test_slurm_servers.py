@@ -39,7 +39,6 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     model = build_tiny_model(folder / "model", hidden_size=128, initializer_range=0.2)
     vllm = {
         "canary_steps": 2,
-        "server_timeout": 60,
         "max_model_length": 128,
         "engine": {"kv_cache_memory_bytes": 1 << 26},
     }
