@@ -21,7 +21,7 @@ from grpo_cli.recipe.load import load_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, needs_vllm]
 
 STEPS = 12
-PATIENCE = 400
+PATIENCE = 900
 """Seconds for a job: vLLM starts in half a minute on a quiet machine, and in several on a busy one."""
 ACROSS: dict[str, object] = {"distributed.strategy": "deepspeed_zero3", "vllm.weight_transport": "process_group"}
 """As on several machines, although it is one."""
