@@ -6,7 +6,7 @@
     ├── DataError               the dataset cannot be read or does not fit               exit 2
     ├── RewardError             a reward function broke its contract                     exit 3
     ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
-    │   └── LostProcessError    one of several processes has ended
+    │   └── LostProcessError    one of several processes has ended                       exit 1
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
     Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
 
@@ -105,7 +105,12 @@ class TrainingError(GrpoError):
 
 
 class LostProcessError(TrainingError):
-    """Another process of this run has ended. Unless it was killed, it has said why."""
+    """Another process of this run has ended. Unless it was killed, it has said why.
+
+    Its exit code is the lowest, since `srun` reports the highest of all processes': that of the one that failed.
+    """
+
+    exit_code = 1
 
     @classmethod
     def shown_by(cls, error: RuntimeError) -> Self:

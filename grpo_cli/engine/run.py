@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,7 +68,9 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     require_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.train.output_dir).expanduser().resolve()
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(passed_on=processes.count > 1))
+        # Slurm, too: what it sends at preemption comes beside what the batch script sends.
+        passed_on = processes.count > 1 or "SLURM_STEP_ID" in os.environ
+        signals = stack.enter_context(StopSignals(passed_on=passed_on))
         with signals.interruptible():
             exists = output_dir.is_dir()
             if exists and processes.is_main:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
+from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.engine import EngineLostError, RevivableEngine, RolloutEngine
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -82,14 +83,20 @@ class SpreadRollouts:
     def revive(self, lost: EngineLostError) -> None:
         """Have the engine that was lost started again or waited for, by the process that has it. See `RevivableEngine`.
 
-        If it does not come back, that process alone says so; the others wait for it, and end when it has saved and left.
+        Raises:
+            TrainingError: In every process, if it does not come back: it may take all of them to save what was trained.
         """
-        own = self._engine
+        own, failure = self._engine, None
         if own is not None:
             if not isinstance(own, RevivableEngine):
                 raise lost
-            own.revive(lost)
-        self._processes.gather(b"")
+            try:
+                own.revive(lost)
+            except TrainingError as error:
+                failure = error
+        told = self._processes.gather(json.dumps(None if failure is None else [failure.message, failure.hint]).encode())
+        for message, hint in filter(None, map(json.loads, told)):
+            raise failure or TrainingError(message, hint=hint)
 
     def rest(self) -> None:
         """Let this process's engine rest."""

@@ -44,6 +44,8 @@ def updates_vanish(recipe: Recipe) -> Iterable[Finding]:
     rate, dtype = recipe.train.learning_rate, recipe.model.dtype
     if dtype not in ("auto", "bfloat16") or not 0 < rate < _SMALL_LEARNING_RATE:
         return
+    if recipe.distributed.strategy.startswith("deepspeed"):  # which keeps float32 copies
+        return
     weights = "bfloat16 weights" if dtype == "bfloat16" else "weights of a checkpoint in bfloat16"
     yield Finding(
         keys=("model.dtype", "train.learning_rate"),

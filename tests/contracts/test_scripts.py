@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench/run", ".ci/run")
+SCRIPTS = (
+    *("scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench/run", ".ci/run"),
+    *("scripts/slurm/one_node.sbatch", "scripts/slurm/many_nodes.sbatch"),
+)
 
 INTERPRETER = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"

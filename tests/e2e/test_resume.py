@@ -30,14 +30,15 @@ def train(
     run(load_recipe(experiment.recipe, overrides), resume=resume)
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process a SIGTERM when the step is done."""
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
+    """Send this process a SIGTERM when the step is done, or more of them."""
     whole = Trainer._train_step
 
     def train_step(self: Trainer) -> None:
         whole(self)
         if self.state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Trainer, "_train_step", train_step)
 
@@ -51,6 +52,18 @@ def stop_at_every_step(experiment: Experiment, output: str) -> None:
                 train(experiment, output, resume="newest")
             assert caught.value.exit_code == 143
     train(experiment, output, resume="newest")
+
+
+def test_a_signal_that_slurm_repeats_does_not_cut_the_saving_off(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the second one would end this process."""
+    experiment = make_experiment(tmp_path, tiny_model_folder)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    stop_after(2, monkeypatch, times=2)
+    with pytest.raises(Interrupted):
+        train(experiment, "run")
+    assert damage(experiment.output() / "checkpoints" / "step-000002") is None
 
 
 # 12 rows, 2 prompts a step: epoch 2 begins after step 6 / num_iterations, so the second setting crosses it.

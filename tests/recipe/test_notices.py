@@ -39,6 +39,7 @@ def test_bfloat16_weights_with_a_small_learning_rate_are_noticed() -> None:
         ("model.dtype=bfloat16", "train.learning_rate=1e-5"),
         ("model.dtype=float32", "train.learning_rate=1e-6", "train.bf16=true"),
         ("model.dtype=bfloat16", "train.learning_rate=0"),
+        ("model.dtype=bfloat16", "train.learning_rate=1e-6", "distributed.strategy=deepspeed_zero3"),
     ],
 )
 def test_other_precisions_and_rates_are_not(overrides: tuple[str, ...]) -> None:
