@@ -1,5 +1,7 @@
 """Parameters that are cut into parts, of which a process keeps one."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,12 @@ from torch import Tensor
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Give the shape that a parameter has when it is whole. What DeepSpeed has cut shows an empty tensor in between."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def keep_deepspeed_quiet() -> None:
+    """Tell DeepSpeed where there is no accelerator: it would warn of it whenever a library imports it, which they do wherever it is installed."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def is_of_deepspeed(parameter: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import LostProcessError, TrainingError
 from grpo_cli.metrics import Metrics, from_plain, merge, to_plain
+from grpo_cli.sharding import keep_deepspeed_quiet
 
 PATIENCE = timedelta(days=7)
 """How long a process waits for another that is alive: rewards may be slow. One that has died ends the waiting at once."""
@@ -43,9 +44,7 @@ class Processes:
     def __init__(self, *, bf16: bool) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         on_cpu = launched > 1 and not torch.accelerator.is_available()
-        if not torch.accelerator.is_available():
-            # DeepSpeed, which others import wherever it is installed, would warn that it finds none.
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        keep_deepspeed_quiet()
         # Without `cpu=True` Accelerate would let processes without accelerators train each on its own, and say nothing.
         self._accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=on_cpu)
         self.count: int = self._accelerator.num_processes

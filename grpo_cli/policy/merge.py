@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.load import explained, prepared_location, repair_generation_config
+from grpo_cli.sharding import keep_deepspeed_quiet
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -25,6 +26,7 @@ def merged_model(folder: Path, *, base: str | None = None) -> Any:
     Raises:
         ModelError: If there are no adapters, or the model below is not found or another one.
     """
+    keep_deepspeed_quiet()
     from peft import PeftModel  # noqa: PLC0415  it takes a second to import
 
     if not (folder / CONFIG_FILE).is_file():
