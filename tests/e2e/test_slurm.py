@@ -70,10 +70,10 @@ def test_a_run_that_fails_ends_the_job_with_its_exit_code_for_good(cluster: Clus
 
 @pytest.fixture(scope="module")
 def interrupted(cluster: Cluster, experiment: Experiment, undisturbed: Job) -> dict[str, Job]:
-    """Jobs that lose their nodes in the middle: to another job, because their time is nearly over, and because a node fails."""
+    """Jobs that lose their nodes in the middle: to another job, because their time is nearly over, and without a warning."""
     jobs = {
         name: train_on_one_node(cluster, experiment, name, node=node, SECONDS_PER_STEP="0.25")
-        for node, name in enumerate(("preempted", "warned", "lost"), start=1)
+        for node, name in enumerate(("preempted", "warned", "requeued"), start=1)
     }
     for name, job in jobs.items():
         wait_for_steps(experiment.output(name), 3, job)
@@ -81,12 +81,13 @@ def interrupted(cluster: Cluster, experiment: Experiment, undisturbed: Job) -> d
     cluster.sbatch(*urgent, folder=experiment.folder)
     # As Slurm does, `--signal` before the end of the time.
     jobs["warned"].ask("scancel", "--batch", "--signal=USR1", jobs["warned"].number)
-    jobs["lost"].ask("scontrol", "update", "nodename=n3", "state=down", "reason=test")
+    # As it does after a node has failed.
+    jobs["requeued"].ask("scontrol", "requeue", jobs["requeued"].number)
     return jobs
 
 
-@pytest.mark.parametrize(("name", "by_itself"), [("preempted", True), ("warned", True), ("lost", False)])
-def test_a_job_that_loses_its_node_goes_on_as_if_nothing_had_been(
+@pytest.mark.parametrize(("name", "by_itself"), [("preempted", True), ("warned", True), ("requeued", False)])
+def test_a_job_that_loses_its_nodes_goes_on_as_if_nothing_had_been(
     interrupted: dict[str, Job], experiment: Experiment, name: str, by_itself: bool
 ) -> None:
     job = interrupted[name]

@@ -145,10 +145,11 @@ def test_the_same_command_goes_on_to_the_same_end(
 def test_a_job_whose_training_fails_ends_its_server(cluster: Cluster, experiment: Experiment) -> None:
     job = submit(cluster, experiment, "failing", FAIL_AT_STEP="1")
     deadline = time.monotonic() + PATIENCE
-    while not (token := folder_of(job, experiment) / "token").exists():
+    while "starting vLLM" not in job.printed():  # by when the token is written
         assert time.monotonic() < deadline, job.printed()
         time.sleep(0.1)
-    secret = token.read_text()
+    secret = (folder_of(job, experiment) / "token").read_text()
+    assert len(secret) == 64
     assert job.wait(PATIENCE) == ("FAILED", 3), job.printed()
     assert "the judge is on holiday" in job.printed()
     assert_nothing_is_left(job, experiment, secret)
