@@ -93,10 +93,8 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             adapters = trained
     with inputs.strategy.building():
         model = load_model(section, folder=inputs.folder, device=inputs.processes.device, adapters=adapters)
-    checkpointing = possible_checkpointing(
-        model, recipe.train.gradient_checkpointing, cut=inputs.strategy.weight_parts > 1
-    )
-    set_checkpointing(model, checkpointing)
+    is_cut = inputs.strategy.weight_parts > 1
+    set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
