@@ -75,7 +75,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         if not watched.forwards:  # the checks before the first step look at the model too
             watched.reset()
         generation = generate(stages, *arguments)
-        model = stages.processes.unwrap(stages.policy).model
+        model = stages.policy.model
         for group in (group for step in generation.window.groups for group in step):
             for ids in group.completion_ids:
                 with torch.no_grad():

@@ -45,7 +45,7 @@ EVERYTHING_REPORTED = """\
 many.yaml:3: model.dtyp: unknown key; allowed in `model`: name_or_path, revision, tokenizer_name_or_path, dtype, \
 attn_implementation, share_prefix, trust_remote_code, chat_template_path, lora (did you mean `dtype`?)
 many.yaml:4: num_generations: unknown key; allowed in the recipe: run_name, model, dataset, rewards, grpo, generation, vllm, train, \
-eval, logging (did you mean `grpo.num_generations`?)
+eval, distributed, logging (did you mean `grpo.num_generations`?)
 many.yaml:7: dataset.max_rows: found 3 rows, but one step takes 4 prompts by `train.prompts_per_step` (use more rows, or lower \
 `train.prompts_per_step` to 3)
 many.yaml:9: grpo.epsilon_high: not set; required with loss_type cispo, where it is the ceiling of the ratio itself, not a \

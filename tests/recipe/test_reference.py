@@ -44,6 +44,7 @@ def test_every_section_has_a_table() -> None:
         "vllm",
         "train",
         "eval",
+        "distributed",
         "logging",
     ]
     assert titles == ["top level", *(f"`{section}`" for section in sections)]
