@@ -53,7 +53,7 @@ def launch(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -134,7 +134,7 @@ class Launched:
         )
 
     def wait_for_steps(self, steps: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not (self.output / "metrics.jsonl").exists() or len(records(self.output)) < steps:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
