@@ -11,6 +11,11 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def whole_bytes(parameter: Tensor) -> int:
+    """Count the bytes that a parameter has when it is whole."""
+    return whole_shape(parameter).numel() * parameter.element_size()
+
+
 def keep_deepspeed_quiet() -> None:
     """Tell DeepSpeed where there is no accelerator: it would warn of it whenever a library imports it, which they do wherever it is installed."""
     if not torch.accelerator.is_available():

@@ -144,6 +144,18 @@ class Launched:
         """By rank."""
         return {int(child.environ()["RANK"]): child for child in psutil.Process(self.process.pid).children()}
 
+    def end_by_killing(self, rank: int, *, seconds: float) -> None:
+        """Kill one of the processes: the others end within some seconds, and it is said in a line what happened."""
+        workers = self.workers()
+        workers[rank].kill()
+        began = time.monotonic()
+        code, output, errors = self.end()
+        assert time.monotonic() - began < seconds
+        assert code == 137, (output, errors)
+        assert not any(worker.is_running() for worker in workers.values())
+        assert "Traceback" not in errors
+        assert f"process {rank} was killed by SIGKILL" in errors
+
     def end(self) -> tuple[int, str, str]:
         output, errors = self.process.communicate(timeout=120)
         return self.process.returncode, output, errors

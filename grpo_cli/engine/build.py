@@ -46,7 +46,7 @@ from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import GenerationSection, GrpoSection, Recipe, VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
-from grpo_cli.sharding import whole_shape
+from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
 
@@ -139,7 +139,7 @@ def _cost_of_sampling(inputs: Inputs, policy: PolicyModel) -> str | None:
     """Say what the built-in engine costs where weights are cut into parts."""
     if inputs.strategy.weight_parts == 1 or inputs.recipe.vllm.mode is not None:
         return None
-    size = sum(whole_shape(one).numel() * one.element_size() for one in policy.parameters())
+    size = sum(map(whole_bytes, policy.parameters()))
     return (
         f"{inputs.strategy.name}: while a process samples it holds all weights, {size / 2**30:,.1f} GiB; with vllm.mode: server it "
         "does not have to"

@@ -67,7 +67,6 @@ def _save_together(stages: Stages, state: RunState) -> None:
         nonlocal began
         began = True
         processes.from_main(str(folder).encode())
-        problems: list[bytes] = []
         try:
             _write(stages, state, folder, weights)
             write_own(folder)

@@ -1,6 +1,6 @@
 """An estimate of the memory a run needs, by part; meant to be right within a factor of two, before anything is allocated."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +9,13 @@ from torch import Tensor
 
 from grpo_cli.device_memory import free_memory
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.policy.checkpointing import Checkpointing, possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
 from grpo_cli.rollout.cached_values import cached_values_per_token, positive_integer
-from grpo_cli.sharding import whole_shape
+from grpo_cli.sharding import whole_bytes, whole_shape
 
 ACTIVATION_FACTOR = 37
 """Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
@@ -87,7 +86,7 @@ def estimate_memory(
         with_reference: Whether there is a second model.
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
     """
-    weights = _bytes(policy.parameters()) // strategy.weight_parts
+    weights = sum(map(whole_bytes, policy.parameters())) // strategy.weight_parts
     longest = longest_prompt + generation.max_completion_length
     tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
@@ -148,20 +147,19 @@ def _room(policy: PolicyModel, processes: Processes, strategy: Strategy) -> floa
 
 def _gradient_bytes(policy: PolicyModel, strategy: Strategy) -> int:
     """Bytes that a process keeps of the gradients."""
-    return _bytes(_trained(policy)) // strategy.gradient_parts
+    return sum(map(whole_bytes, _trained(policy))) // strategy.gradient_parts
 
 
 def _moment_bytes(policy: PolicyModel, strategy: Strategy) -> int:
-    """Bytes that a process keeps of the optimizer's moments, which its first step makes. DeepSpeed's are float32 in any case."""
-    if isinstance(strategy, Replicas):
-        return 2 * _bytes(_trained(policy))
-    return 2 * _float32_bytes(policy) // strategy.optimizer_parts
+    """Bytes that a process keeps of the optimizer's moments, which its first step makes."""
+    one = _float32_bytes(policy) if strategy.optimizes_copies else sum(map(whole_bytes, _trained(policy)))
+    return 2 * one // strategy.optimizer_parts
 
 
 def _optimizer_bytes(policy: PolicyModel, strategy: Strategy) -> int:
-    """Bytes of the moments, and of the float32 weights that DeepSpeed has besides."""
-    masters = 0 if isinstance(strategy, Replicas) else _float32_bytes(policy) // strategy.optimizer_parts
-    return _moment_bytes(policy, strategy) + masters
+    """Bytes of the moments, and of the copies that the optimizer has of the weights."""
+    copies = _float32_bytes(policy) // strategy.optimizer_parts if strategy.optimizes_copies else 0
+    return _moment_bytes(policy, strategy) + copies
 
 
 def _float32_bytes(policy: PolicyModel) -> int:
@@ -172,11 +170,6 @@ def _float32_bytes(policy: PolicyModel) -> int:
 def _trained(policy: PolicyModel) -> list[Tensor]:
     """List the parameters that the optimizer moves."""
     return [parameter for parameter in policy.parameters() if parameter.requires_grad]
-
-
-def _bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of parameters that are whole."""
-    return sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
 
 
 def _value_bytes(policy: PolicyModel, train: TrainSection) -> int:

@@ -86,17 +86,13 @@ class SpreadRollouts:
         Raises:
             TrainingError: In every process, if it does not come back: it may take all of them to save what was trained.
         """
-        own, failure = self._engine, None
-        if own is not None:
+
+        def call(own: RolloutEngine) -> None:
             if not isinstance(own, RevivableEngine):
                 raise lost
-            try:
-                own.revive(lost)
-            except TrainingError as error:
-                failure = error
-        told = self._processes.gather(json.dumps(None if failure is None else [failure.message, failure.hint]).encode())
-        for message, hint in filter(None, map(json.loads, told)):
-            raise failure or TrainingError(message, hint=hint)
+            own.revive(lost)
+
+        self._all_or_none(call, kind=TrainingError)
 
     def rest(self) -> None:
         """Let this process's engine rest."""
@@ -108,21 +104,23 @@ class SpreadRollouts:
         if self._engine is not None:
             self._engine.close()
 
-    def _all_or_none(self, call: Callable[[RolloutEngine], T]) -> T | None:
-        """Have every process's engine do something, if it has one. All come to know if one was lost, so that all try again.
+    def _all_or_none(
+        self, call: Callable[[RolloutEngine], T], *, kind: type[TrainingError] = EngineLostError
+    ) -> T | None:
+        """Have every process's engine do something, if it has one. All come to know if one failed, so that all do the same about it.
 
         Raises:
-            EngineLostError: In every process, if one raised it.
+            TrainingError: In every process, of a kind, if one raised it.
         """
-        result, lost = None, None
+        result, failure = None, None
         try:
             if self._engine is not None:
                 result = call(self._engine)
-        except EngineLostError as error:
-            lost = error
-        told = self._processes.gather(json.dumps(None if lost is None else [lost.message, lost.hint]).encode())
+        except kind as error:
+            failure = error
+        told = self._processes.gather(json.dumps(None if failure is None else [failure.message, failure.hint]).encode())
         for message, hint in filter(None, map(json.loads, told)):
-            raise EngineLostError(message, hint=hint) from lost
+            raise failure or kind(message, hint=hint)
         return result
 
 

@@ -24,8 +24,11 @@ SHARE_OF_MEMORY = 0.6
 BUCKET_ELEMENTS = 2**24
 """Of gradients that are exchanged in one message. DeepSpeed's own choice is thirty times as many, held in memory all the time."""
 
-_OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_REFUSED = ("optimizer", "scheduler", "fp16", "bf16", "amp", "managed_gradient_accumulation")
+_OURS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer", "scheduler", "fp16", "bf16", "amp", "managed_gradient_accumulation"),
+)
+"""What a user's configuration leaves to the recipe."""
 
 
 def choose_strategy(recipe: Recipe, *, folder: Path, processes: Processes, say: Callable[[str], None]) -> Strategy:
@@ -141,7 +144,7 @@ def _own_settings(name: str, stage: int, folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _wrong(path, "holds no JSON object")
     settings: dict[str, Any] = _without_auto(found)
-    for refused in (*_OURS, *_REFUSED):
+    for refused in _OURS:
         if refused in settings:
             raise _wrong(path, f"sets {refused}, which the recipe decides", hint="leave it out, or set it to auto")
     zero = settings.get("zero_optimization", {})

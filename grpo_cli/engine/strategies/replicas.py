@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.forward import PolicyModel
 
@@ -31,6 +32,7 @@ class Replicas:
 
     name = "ddp"
     in_step = False
+    optimizes_copies = False
     weight_parts = gradient_parts = optimizer_parts = 1
 
     def __init__(self, processes: Processes) -> None:
@@ -124,9 +126,7 @@ class Replicas:
         """See `Strategy`."""
         assert self._optimizer is not None
         groups = self._optimizer.state_dict()["param_groups"]
-        own = {
-            number: {name: one for name, one in state.items() if name != "weight"} for number, state in states.items()
-        }
+        own = {number: {name: one for name, one in state.items() if name != MASTER} for number, state in states.items()}
         self._optimizer.load_state_dict({"state": own, "param_groups": groups})
 
     def _parameters(self) -> list[nn.Parameter]:

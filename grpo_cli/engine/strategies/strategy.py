@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 
 from grpo_cli.policy.forward import PolicyModel
 
+MASTER = "weight"
+"""What a checkpoint calls the float32 weights that bfloat16 ones are rounded from."""
+
 
 class Strategy(Protocol):
     """Holds the policy, moves its gradients between the processes, and applies them.
@@ -20,6 +23,7 @@ class Strategy(Protocol):
         weight_parts: Parts that the weights are cut into; a process keeps one. 1: each has all of them.
         gradient_parts: The same of the gradients.
         optimizer_parts: The same of the optimizer's states.
+        optimizes_copies: Whether the optimizer moves float32 copies of the weights, in whose precision its states are.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Strategy(Protocol):
     weight_parts: int
     gradient_parts: int
     optimizer_parts: int
+    optimizes_copies: bool
 
     def building(self) -> AbstractContextManager[None]:
         """Make the context in which models are loaded."""

@@ -16,17 +16,15 @@ from torch.optim import Optimizer
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.replicas import NamedWeights, saved_buffers
+from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.sharding import whole_shape
+from grpo_cli.sharding import whole_bytes, whole_shape
 
 BUCKET_BYTES = 256 << 20
 """Weights that are whole in every process at once while they are streamed."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
-
-MASTER = "weight"
-"""What a checkpoint calls the float32 weights that bfloat16 ones are rounded from."""
 
 
 class Zero:
@@ -39,6 +37,7 @@ class Zero:
     """
 
     in_step = True
+    optimizes_copies = True
 
     def __init__(self, processes: Processes, *, stage: int, settings: Mapping[str, Any]) -> None:
         self.name = f"deepspeed_zero{stage}"
@@ -86,12 +85,12 @@ class Zero:
             rounds = self._settings["bf16"]["enabled"]
             return self._processes.place(policy.bfloat16() if rounds else policy)
         # Without an optimizer DeepSpeed only brings the weights together where they are used.
-        plain = {name: value for name, value in self._settings.items() if name not in {"optimizer", "scheduler"}}
-        zero = {name: value for name, value in plain["zero_optimization"].items() if name != "offload_optimizer"}
+        zero = dict(self._settings["zero_optimization"])
+        zero.pop("offload_optimizer", None)
         # Small parameters, too, so that `own_parts` is all there is to change.
         zero["stage3_param_persistence_threshold"] = 0
         prepared: nn.Module
-        prepared, *_ = self._deepspeed.initialize(model=policy, config={**plain, "zero_optimization": zero})
+        prepared, *_ = self._deepspeed.initialize(model=policy, config={**self._settings, "zero_optimization": zero})
         return prepared
 
     def backward(self, loss: Tensor) -> None:
@@ -223,7 +222,7 @@ def _buckets(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[s
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:
-        nbytes = whole_shape(parameter).numel() * parameter.element_size()
+        nbytes = whole_bytes(parameter)
         if bucket and size + nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
