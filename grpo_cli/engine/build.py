@@ -92,7 +92,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         else:
             adapters = trained
     with inputs.strategy.building():
-        model = load_model(section, folder=inputs.folder, device=inputs.processes.device, adapters=adapters)
+        model = load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on, adapters=adapters)
     is_cut = inputs.strategy.weight_parts > 1
     set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
     stop_ids = stop_token_ids(
@@ -340,7 +340,7 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
             )
         section = dataclasses.replace(section, name_or_path=str(moved.resolve()), revision=None)
     with inputs.strategy.building():
-        return load_model(section, folder=inputs.folder, device=inputs.processes.device)
+        return load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on)
 
 
 def _build_reference(

@@ -79,6 +79,13 @@ class Processes:
         """How many of the processes compute in the same memory as this one."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", str(self.count))) if self.device.type == "cpu" else 1
 
+    def form_group(self) -> None:
+        """Let a single process be a group, too, for libraries that want one."""
+        if not torch.distributed.is_initialized():
+            backend = "gloo" if self.device.type == "cpu" else None
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+
     def check_same(self, value: Any, what: str) -> None:
         """Check that all processes have the same of something that JSON can hold.
 

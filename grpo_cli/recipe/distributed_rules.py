@@ -5,29 +5,30 @@ from collections.abc import Callable, Iterable
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.schema import Recipe
 
+_READ_BY = {
+    "offload_optimizer": ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"),
+    "offload_params": ("deepspeed_zero3", "fsdp2"),
+    "deepspeed_config": ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"),
+}
+"""Strategies that a setting is for."""
 
-def deepspeed_settings_are_read(recipe: Recipe) -> Iterable[Finding]:
-    """Settings of DeepSpeed stand beside a strategy that is DeepSpeed's."""
+
+def strategy_reads_its_settings(recipe: Recipe) -> Iterable[Finding]:
+    """Settings stand beside a strategy that reads them."""
     section = recipe.distributed
-    wanted = {
-        "offload_optimizer": "deepspeed_zero",
-        "offload_params": "deepspeed_zero3",
-        "deepspeed_config": "deepspeed_zero",
-    }
-    for name, strategy in wanted.items():
+    for name, strategies in _READ_BY.items():
         value = getattr(section, name)
-        if value and not section.strategy.startswith(strategy):
-            allowed = (
-                "deepspeed_zero3"
-                if strategy == "deepspeed_zero3"
-                else "deepspeed_zero1, deepspeed_zero2 or deepspeed_zero3"
-            )
-            yield Finding(
-                keys=(f"distributed.{name}", "distributed.strategy"),
-                message=f"found {str(value).lower() if value is True else value}, which strategy {section.strategy} does not read; "
-                f"allowed: with {allowed}",
-                hint="set `strategy: deepspeed_zero3`",
-            )
+        if not value or section.strategy in strategies:
+            continue
+        moves_all = section.strategy == "fsdp2" and name == "offload_optimizer"
+        yield Finding(
+            keys=(f"distributed.{name}", "distributed.strategy"),
+            message=f"found {str(value).lower() if value is True else value}, which strategy {section.strategy} does not read; "
+            f"allowed: with {', '.join(strategies[:-1])} or {strategies[-1]}",
+            hint="set `offload_params`, which moves the optimizer's states, too"
+            if moves_all
+            else "set `strategy: deepspeed_zero3`",
+        )
 
 
-DISTRIBUTED_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (deepspeed_settings_are_read,)
+DISTRIBUTED_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (strategy_reads_its_settings,)

@@ -56,6 +56,7 @@ SETTINGS_OF: dict[str, Iterable[str]] = {
     "deepspeed_zero1": ("dapo", "reference", "reused"),
     "deepspeed_zero2": ("dapo", "reference", "reused"),
     "deepspeed_zero3": SETTINGS,
+    "fsdp2": SETTINGS,
 }
 """What is trained with each strategy."""
 
@@ -65,7 +66,9 @@ def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
     if where.startswith("deepspeed"):
         # Otherwise parameters as small as these would stay whole.
         (experiment.folder / "zero.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
-        found |= {"distributed.strategy": where, "distributed.deepspeed_config": "zero.json"}
+        found |= {"distributed.deepspeed_config": "zero.json"}
+    if where != "one":
+        found |= {"distributed.strategy": where}
     if name == "experts":  # some of which no token of a process goes to
         found["model.name_or_path"] = experiment.folder / "experts"
     return found

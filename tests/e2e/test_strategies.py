@@ -35,8 +35,8 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path
 
 
 def settings(strategy: str) -> dict[str, object]:
-    if strategy == "ddp":
-        return {"distributed.strategy": "ddp"}
+    if not strategy.startswith("deepspeed"):
+        return {"distributed.strategy": strategy}
     return {"distributed.strategy": strategy, "distributed.deepspeed_config": "zero.json"}
 
 
@@ -67,6 +67,10 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experi
         job("deepspeed_zero3", "parts from copies", "copies"),
         job("deepspeed_zero1", "zero1 from parts", "parts"),
         job("deepspeed_zero2", "zero2 from copies", "copies"),
+        job("fsdp2", "fsdp from parts", "parts"),
+        job("fsdp2", "fsdp"),
+        job("fsdp2", "fsdp from fsdp", "fsdp"),
+        job("deepspeed_zero3", "parts from fsdp", "fsdp"),
     ]
     train_in(2, jobs, experiment.folder)
     alone(job("ddp", "copies from parts", "parts"))
@@ -80,14 +84,19 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experi
         "parts from copies",
         "zero1 from parts",
         "zero2 from copies",
+        "fsdp from parts",
+        "fsdp",
+        "fsdp from fsdp",
+        "parts from fsdp",
         "copies from parts",
     ):
         found = weights(experiment.output(name))
         assert found.keys() == expected.keys()
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}")
-    exact = weights(experiment.output("parts"))
-    assert all(torch.equal(value, exact[key]) for key, value in weights(experiment.output("parts from parts")).items())
+    for whole, resumed in (("parts", "parts from parts"), ("fsdp", "fsdp from fsdp")):
+        exact = weights(experiment.output(whole))
+        assert all(torch.equal(value, exact[key]) for key, value in weights(experiment.output(resumed)).items())
     AutoModelForCausalLM.from_pretrained(experiment.output("parts") / "final")
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.strategies.fully_sharded import FullySharded
 from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
@@ -55,6 +56,8 @@ def choose_strategy(recipe: Recipe, *, folder: Path, processes: Processes, say: 
             say(f"distributed.strategy: {name}, since {reason}")
     if name == "ddp":
         return Replicas(processes)
+    if name == "fsdp2":
+        return FullySharded(processes, bf16=recipe.train.bf16, offload=recipe.distributed.offload_params)
     if find_spec("deepspeed") is None:
         raise TrainingError(
             f"distributed.strategy: found {recipe.distributed.strategy}, but DeepSpeed is not installed here",
@@ -82,7 +85,7 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
     if needed <= SHARE_OF_MEMORY * memory:
         return "ddp", found
     if find_spec("deepspeed") is None:
-        return "ddp", f"DeepSpeed is not installed, without which each process has a copy of everything; {found}"
+        return "fsdp2", f"{found}, and DeepSpeed is not installed"
     return "deepspeed_zero3", found
 
 

@@ -36,6 +36,7 @@ class Replicas:
     weight_parts = gradient_parts = optimizer_parts = 1
 
     def __init__(self, processes: Processes) -> None:
+        self.loads_on = processes.device
         self._processes = processes
         self._trained: list[nn.Parameter] = []
         self._policy: nn.Module | None = None

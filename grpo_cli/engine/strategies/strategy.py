@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ class Strategy(Protocol):
         weight_parts: Parts that the weights are cut into; a process keeps one. 1: each has all of them.
         gradient_parts: The same of the gradients.
         optimizer_parts: The same of the optimizer's states.
+        loads_on: The device that models are put on when they have been loaded.
         optimizes_copies: Whether the optimizer moves float32 copies of the weights, in whose precision its states are.
     """
 
@@ -31,6 +33,7 @@ class Strategy(Protocol):
     weight_parts: int
     gradient_parts: int
     optimizer_parts: int
+    loads_on: torch.device
     optimizes_copies: bool
 
     def building(self) -> AbstractContextManager[None]:

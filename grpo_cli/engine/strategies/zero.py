@@ -3,18 +3,17 @@
 import logging
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.strategies.hooks import without_hooks
 from grpo_cli.engine.strategies.replicas import NamedWeights, saved_buffers
 from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.policy.forward import PolicyModel
@@ -44,16 +43,14 @@ class Zero:
         self.optimizer_parts = processes.count
         self.gradient_parts = processes.count if stage > 1 else 1
         self.weight_parts = processes.count if stage > 2 else 1
+        self.loads_on = processes.device
         self._processes = processes
         self._stage = stage
         self._settings = dict(settings)
         self._engine: Any = None
         self._trained: list[nn.Parameter] = []
         self._deepspeed = _deepspeed()
-        if not torch.distributed.is_initialized():  # a single process, which is a group to DeepSpeed, too
-            backend = "gloo" if processes.device.type == "cpu" else None
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        processes.form_group()
         self._deepspeed.init_distributed()
 
     def building(self) -> AbstractContextManager[None]:
@@ -115,16 +112,9 @@ class Zero:
 
     @contextmanager
     def _gathered(self, policy: PolicyModel) -> Iterator[None]:
-        hooked = [(module, module._forward_pre_hooks, module._forward_hooks) for module in policy.modules()]  # noqa: SLF001
-        with self._deepspeed.zero.GatheredParameters(list(policy.parameters())):
-            # DeepSpeed's hooks would take the weights of each module apart after its first call, all the same.
-            for module, *_ in hooked:
-                module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
-            try:
-                yield
-            finally:
-                for module, before, after in hooked:
-                    module._forward_pre_hooks, module._forward_hooks = before, after  # noqa: SLF001
+        # The hooks would take the weights of each module apart after its first call, all the same.
+        with self._deepspeed.zero.GatheredParameters(list(policy.parameters())), without_hooks(policy):
+            yield
 
     def own_parts(self, policy: PolicyModel) -> Iterator[Tensor]:
         """See `Strategy`."""

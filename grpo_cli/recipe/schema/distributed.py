@@ -10,16 +10,19 @@ from grpo_cli.recipe.schema.option import option
 class DistributedSection:
     """How weights, gradients and optimizer states are spread over the processes. The result of a run does not depend on it."""
 
-    strategy: Literal["auto", "ddp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"] = option(
+    strategy: Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"] = option(
         "auto",
         help="`ddp`: every process has everything; `deepspeed_zero1`: a process keeps its part of the optimizer's states; `zero2`: of "
-        "the gradients, too; `zero3`: of the weights, too. `auto`: ddp if that fits into a process's memory, else deepspeed_zero3.",
+        "the gradients, too; `zero3`: of the weights, too; `fsdp2`: the same as zero3 with what PyTorch itself has. `auto`: ddp if that fits into a process's memory, else "
+        "deepspeed_zero3, or fsdp2 where DeepSpeed is not installed.",
     )
     offload_optimizer: bool = option(
         False, help="deepspeed: keep the optimizer's states in main memory, and compute its steps there."
     )
     offload_params: bool = option(
-        False, help="deepspeed_zero3: keep the weights in main memory while they are not used."
+        False,
+        help="deepspeed_zero3: keep the weights in main memory while they are not used. fsdp2: weights, gradients and the optimizer's "
+        "states.",
     )
     deepspeed_config: str | None = option(
         None,
