@@ -15,10 +15,12 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -58,6 +60,8 @@ _CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "granite": GraniteConfig,
     "cohere": CohereConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "gpt2": GPT2Config,  # not among the families: it cannot share a prompt
+    "opt": OPTConfig,  # with layers around its decoder's
 }
 _SPECIALS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -72,6 +76,7 @@ _SPECIALS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": SLIDING_WINDOW},
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 1.5},
     "cohere": {"logit_scale": 0.3},
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 64},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 

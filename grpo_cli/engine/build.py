@@ -93,7 +93,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             adapters = trained
     with inputs.strategy.building():
         model = load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on, adapters=adapters)
-    is_cut = inputs.strategy.weight_parts > 1
+    is_cut = inputs.strategy.cuts_weights
     set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
@@ -329,7 +329,7 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
     grpo, section, checkpoint = inputs.recipe.grpo, inputs.recipe.model, inputs.checkpoint
     if grpo.beta == 0.0 or has_adapters(model):
         return None
-    if checkpoint is None and inputs.strategy.weight_parts == 1:
+    if checkpoint is None and not inputs.strategy.cuts_weights:
         return copy.deepcopy(model)
     if grpo.sync_ref_model and checkpoint is not None:
         moved = checkpoint / REFERENCE_FOLDER

@@ -105,6 +105,11 @@ class Processes:
         placed: PlacedModule = self._accelerator.prepare_model(policy, evaluation_mode=True)
         return placed
 
+    def computing(self, policy: PlacedModule) -> PlacedModule:
+        """Let a model compute in this run's precision where it is."""
+        computing: PlacedModule = self._accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
+        return computing
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Compute in this run's precision, for models that are called without their wrapper."""

@@ -185,7 +185,7 @@ def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
 
 def _activations(policy: PolicyModel, tokens: int, train: TrainSection, strategy: Strategy) -> int | None:
     """Bytes that the backward of a transformer keeps of its layers for some tokens."""
-    checkpointing = possible_checkpointing(policy.model, train.gradient_checkpointing, cut=strategy.weight_parts > 1)
+    checkpointing = possible_checkpointing(policy.model, train.gradient_checkpointing, cut=strategy.cuts_weights)
     values = _values_per_token(policy.model, checkpointing)
     return None if values is None else tokens * values * _value_bytes(policy, train)
 

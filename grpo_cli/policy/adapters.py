@@ -146,12 +146,20 @@ def has_adapters(model: Any) -> bool:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Let a model compute as if it had no adapters."""
-    model.disable_adapters()
+    """Let a model compute as if it had no adapters.
+
+    PEFT's own way would also freeze them and thaw them again, which is lost on parameters that are cut into parts meanwhile.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415  it takes a second to import, and most runs do without
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # noqa: SLF001
     try:
         yield
     finally:
-        model.enable_adapters()
+        for layer in layers:
+            layer._disable_adapters = False  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ def _outcome(policy: PolicyModel, pieces: Iterable[Piece], parameters: Sequence[
     pieces = list(pieces)
     tokens = sum(len(ids) for segments, _ in pieces for segment in segments for ids in segment.completion_ids)
     # All positive: a prompt of one token gives equal completions, whose gradients must not cancel.
-    weights = torch.linspace(1, 2, tokens, device=next(policy.parameters()).device)
+    weights = torch.linspace(1, 2, tokens)
     prompts = list(dict.fromkeys(prompt for _, prompt in pieces if prompt is not None))
     found: list[Tensor] = []
     try:
@@ -228,7 +228,7 @@ def _outcome(policy: PolicyModel, pieces: Iterable[Piece], parameters: Sequence[
             for segments, prompt in pieces:
                 logps: Tensor = policy(segments, prompt=prompt).logps
                 found.append(logps.detach())
-                share, weights = weights[: len(logps)], weights[len(logps) :]
+                share, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
                 leaves = [] if prompt is None else prompt.leaves
                 _backward((logps * share).sum(), [*parameters, *leaves])
             for prompt in prompts:
@@ -237,7 +237,7 @@ def _outcome(policy: PolicyModel, pieces: Iterable[Piece], parameters: Sequence[
     finally:
         for parameter in parameters:
             parameter.grad = None
-    return _Outcome(logps=torch.cat(found), gradient=torch.cat([weights.new_zeros(1), *gradients]))
+    return _Outcome(logps=torch.cat(found), gradient=torch.cat([torch.zeros(1, device=found[0].device), *gradients]))
 
 
 def _backward(loss: Tensor | None, inputs: Sequence[Tensor]) -> None:

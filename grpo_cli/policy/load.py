@@ -37,7 +37,7 @@ def load_model(
     Args:
         section: The recipe's `model:`.
         folder: The recipe's folder, which relative paths start from.
-        device: Where the model goes.
+        device: Where the model goes; on `meta` it has no weights, and nothing of them is read.
         adapters: Folder of trained adapters; None: they start anew.
 
     Returns:
@@ -56,6 +56,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
+            device_map="meta" if torch.device(device).type == "meta" else None,
         )
         model.to(device)
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
@@ -73,7 +74,7 @@ def load_model(
         model.set_attn_implementation("eager")
     if section.lora is not None:
         attach_adapters(model, section.lora, revision=section.revision)
-        if adapters is not None:
+        if adapters is not None and model.device.type != "meta":
             load_adapters(model, adapters)
     disable_dropout(model)
     repair_generation_config(model)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment, records, weights
-from many_processes import Job, Launched, overrides, train_in
+from many_processes import Job, Launched, assert_close, overrides, train_in
+from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.engine.run import run
@@ -98,6 +99,54 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experi
         exact = weights(experiment.output(whole))
         assert all(torch.equal(value, exact[key]) for key, value in weights(experiment.output(resumed)).items())
     AutoModelForCausalLM.from_pretrained(experiment.output("parts") / "final")
+
+
+def test_one_process_is_a_group_of_its_own(experiment: Experiment) -> None:
+    """Its parts are everything, and still only a library can put them together."""
+    places = {name: {"train.output_dir": experiment.output(f"alone {name}")} for name in ("ddp", "fsdp2", "zero3")}
+    run(load_recipe(experiment.recipe, overrides({**MOVING, **places["ddp"]})))
+    jobs: list[Job] = [
+        (experiment.recipe, {**MOVING, **settings("fsdp2"), **places["fsdp2"]}, None),
+        (experiment.recipe, {**MOVING, **settings("deepspeed_zero3"), **places["zero3"]}, None),
+    ]
+    train_in(1, jobs, experiment.folder)
+    for name in ("fsdp2", "zero3"):
+        assert_close(experiment.output(f"alone {name}"), experiment.output("alone ddp"))
+
+
+def test_weights_that_rest_in_main_memory_train_as_others(experiment: Experiment) -> None:
+    def job(output: str, resume: str | None, **more: object) -> Job:
+        places = {"train.output_dir": experiment.output(output), "train.save_steps": 3}
+        return experiment.recipe, {**MOVING, **settings("fsdp2"), **places, **more}, resume
+
+    begun = str(experiment.output("offloaded") / "checkpoints" / "step-000003")
+    offload: dict[str, object] = {"distributed.offload_params": True}
+    train_in(
+        2,
+        [job("kept", None), job("offloaded", None, **offload), job("offloaded again", begun, **offload)],
+        experiment.folder,
+    )
+    expected = weights(experiment.output("kept"))
+    for name in ("offloaded", "offloaded again"):
+        assert all(torch.equal(value, expected[key]) for key, value in weights(experiment.output(name)).items())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(experiment: Experiment, family: str) -> None:
+    """Whose reference is the policy without them: a forward of it must not freeze them."""
+    changes: dict[str, object] = {
+        "model.name_or_path": build_tiny_model(experiment.folder / family, family),
+        "model.lora.r": 2,
+        "rewards.reward_funcs": "[my_rewards.few_letters]",  # OPT draws random numbers in each forward, however many there are
+        "grpo.beta": 0.1,
+        "train.learning_rate": 0.01,
+    }
+    one, two = (experiment.output(f"{family} {name}") for name in ("one", "two"))
+    run(load_recipe(experiment.recipe, overrides({**changes, "train.output_dir": one})))
+    train_in(
+        2, [(experiment.recipe, {**changes, **settings("fsdp2"), "train.output_dir": two}, None)], experiment.folder
+    )
+    assert_close(two, one)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_cli.device_memory import total_memory
@@ -24,6 +25,9 @@ SHARE_OF_MEMORY = 0.6
 
 BUCKET_ELEMENTS = 2**24
 """Of gradients that are exchanged in one message. DeepSpeed's own choice is thirty times as many, held in memory all the time."""
+
+KNOWS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether torch sums gradients that only some of the processes have."""
 
 _OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -57,7 +61,7 @@ def choose_strategy(recipe: Recipe, *, folder: Path, processes: Processes, say: 
     if name == "ddp":
         return Replicas(processes)
     if name == "fsdp2":
-        return FullySharded(processes, bf16=recipe.train.bf16, offload=recipe.distributed.offload_params)
+        return _fully_sharded(recipe, processes)
     if find_spec("deepspeed") is None:
         raise TrainingError(
             f"distributed.strategy: found {recipe.distributed.strategy}, but DeepSpeed is not installed here",
@@ -82,11 +86,32 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
     found = (
         f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has"
     )
-    if needed <= SHARE_OF_MEMORY * memory:
-        return "ddp", found
+    return ("ddp", found) if needed <= SHARE_OF_MEMORY * memory else _in_parts(found)
+
+
+def _in_parts(found: str) -> tuple[str, str]:
+    """Choose what cuts weights into parts, of what is installed.
+
+    Args:
+        found: Why they have to be cut.
+    """
     if find_spec("deepspeed") is None:
+        if not KNOWS_UNUSED:
+            return (
+                "ddp",
+                f"neither DeepSpeed nor a newer PyTorch is installed, without which each process has a copy; {found}",
+            )
         return "fsdp2", f"{found}, and DeepSpeed is not installed"
     return "deepspeed_zero3", found
+
+
+def _fully_sharded(recipe: Recipe, processes: Processes) -> FullySharded:
+    if not KNOWS_UNUSED:
+        raise TrainingError(
+            f"distributed.strategy: fsdp2 needs a newer PyTorch than {torch.__version__}",
+            hint='pip install -U "torch>=2.13", or take deepspeed_zero3',
+        )
+    return FullySharded(processes, offload=recipe.distributed.offload_params)
 
 
 def _bytes_of_a_copy(recipe: Recipe, folder: Path) -> int:

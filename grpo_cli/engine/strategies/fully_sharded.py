@@ -1,113 +1,138 @@
 """PyTorch's fully sharded data parallelism (Zhao et al. 2023, in its second version): weights, gradients and optimizer states in parts."""
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.hooks import without_hooks
 from grpo_cli.engine.strategies.replicas import saved_buffers
 from grpo_cli.engine.strategies.strategy import MASTER
+from grpo_cli.errors import ModelError
 from grpo_cli.policy.forward import PolicyModel
-
-LOADING = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-"""What tells transformers that only the first process of a machine needs a model's weights; the others have zeros that take no memory."""
 
 
 class FullySharded:
     """Trains with torch's own `fully_shard`, which needs no other package.
 
-    A decoder layer is whole while it computes; what is outside of the layers, embedding and head, is whole for a forward and backward.
+    A layer is whole while it computes; what is outside of the layers, embedding and head, is whole from a forward to the end of its
+    backward. Accelerate's plugin is not used: without an accelerator it trains copies instead, and does not say so.
 
     Args:
         processes: The processes of this run.
-        bf16: Whether to compute in bfloat16 what has float32 weights.
         offload: Whether weights, gradients and the optimizer's states are in main memory while they are not used.
     """
 
     name = "fsdp2"
-    in_step = True
+    in_step = cuts_weights = True
     optimizes_copies = False
 
-    def __init__(self, processes: Processes, *, bf16: bool, offload: bool) -> None:
+    def __init__(self, processes: Processes, *, offload: bool) -> None:
         self.weight_parts = self.gradient_parts = self.optimizer_parts = processes.count
-        self.loads_on = torch.device("cpu")
+        # The first process has the weights; the others only get their parts of them.
+        self.loads_on = torch.device("cpu" if processes.is_main else "meta")
         self._processes = processes
-        self._bf16 = bf16
-        self._offloads = offload and processes.device.type != "cpu"
+        self._offloads = offload
         self._optimizer: Optimizer | None = None
         self._trained: list[nn.Parameter] = []
         self._max_grad_norm = 0.0
-        processes.form_group()
-        self._mesh: DeviceMesh = init_device_mesh(processes.device.type, (processes.count,))
+        self._mesh = _mesh(processes)
 
     def building(self) -> AbstractContextManager[None]:
-        """See `Strategy`. The first process of each machine loads a model into main memory, the others make room for it only."""
-        return _loading_once() if self._processes.count > 1 else nullcontext()
+        """See `Strategy`."""
+        return nullcontext()
 
     def prepare(self, policy: PolicyModel, optimizer: Optimizer, *, max_grad_norm: float) -> nn.Module:
         """See `Strategy`. All processes have the weights of the first."""
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         names = {parameter: name for name, parameter in policy.named_parameters()}
+        kinds = {str(parameter.dtype) for group in optimizer.param_groups for parameter in group["params"]}
+        if len(kinds) > 1:
+            raise ModelError(
+                f"distributed.strategy: fsdp2 trains weights of one precision, and {type(policy.model).__name__} has {', '.join(sorted(kinds))}",
+                hint="set model.dtype to float32, or take deepspeed_zero3",
+            )
         self._cut(policy, keep_root=True)
         cut = dict(policy.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [cut[names[parameter]] for parameter in group["params"]]
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return policy
+        return self._processes.computing(policy)
 
     def prepare_frozen(self, policy: PolicyModel) -> nn.Module:
         """See `Strategy`."""
         self._cut(policy, keep_root=False)
-        return policy
+        return self._processes.computing(policy)
 
     def _cut(self, policy: PolicyModel, *, keep_root: bool) -> None:
         """Cut a model into parts, and give every process its part of the first one's weights.
 
         Args:
-            policy: In main memory.
+            policy: In the first process's main memory.
             keep_root: Whether what is outside of the layers stays whole between a forward and its backward.
+
+        Raises:
+            ModelError: If torch cannot cut it.
         """
+        kind = type(policy.model).__name__
+        layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ModelError(
+                f"distributed.strategy: fsdp2 cuts a model layer by layer, and {kind} is not made of transformers' layers",
+                hint="take deepspeed_zero3",
+            )
         weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-        kind = next(policy.parameters()).dtype
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self._bf16 and kind == torch.float32 else None,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offloads else OffloadPolicy()
-        decoder = policy.model.get_decoder() if hasattr(policy.model, "get_decoder") else policy.model
-        for layer in getattr(decoder, "layers", ()):
-            fully_shard(layer, mesh=self._mesh, mp_policy=precision, offload_policy=offload)
-        fully_shard(
-            policy, mesh=self._mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not keep_root
-        )
-        for module in _sharded_modules(policy):
+        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+        if self._offloads:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        self._processes.gather(b"")  # here they wait for those that load from slower disks, with patience
+        try:
+            for layer in layers:
+                fully_shard(layer, **settings)
+            fully_shard(policy, **settings, reshard_after_forward=not keep_root)
+        except (ValueError, NotImplementedError) as error:
+            raise ModelError(
+                f"distributed.strategy: fsdp2 cannot cut {kind}: {error}", hint="take deepspeed_zero3"
+            ) from error
+        for module in _cut_modules(policy):
             # The sum and not the mean, which gloo does not know either.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             # A process may have no token for an expert that another one has tokens for.
             module.set_reduce_scatter_unused_params(True)
         self._scatter(policy, weights)
+        # Torch does it in the first forward, before which `_take_apart` may be asked for.
+        policy._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # noqa: SLF001
 
     @torch.no_grad()
     def _scatter(self, policy: PolicyModel, weights: Mapping[str, Tensor]) -> None:
-        """Give every process its part of the first one's weights, one after another."""
-        for name, parameter in policy.named_parameters():
+        """Give every process its part of the first one's weights, one after another, and all of its buffers."""
+        device, is_main = self._processes.device, self._processes.is_main
+        if not is_main:
+            policy.to_empty(device="cpu" if self._offloads else device)
+            policy.model.tie_weights()
+        for name in weights:
+            parameter = policy.get_parameter(name)
             part = _part(parameter)
-            whole = weights[name].to(self._processes.device)
+            whole = (
+                weights[name].to(device) if is_main else torch.empty(parameter.shape, dtype=part.dtype, device=device)
+            )
             part.copy_(distribute_tensor(whole, self._mesh, [Shard(0)]).to_local())
-        for _, buffer in saved_buffers(policy.model):
-            torch.distributed.broadcast(buffer, src=0)
+        for module in policy.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                moved = buffer.to(device)
+                torch.distributed.broadcast(moved, src=0, group=self._mesh.get_group())
+                module.register_buffer(name, moved, persistent=name not in module._non_persistent_buffers_set)  # noqa: SLF001
 
     def backward(self, loss: Tensor) -> None:
         """See `Strategy`."""
@@ -132,7 +157,7 @@ class FullySharded:
 
     @contextmanager
     def _gathered(self, policy: PolicyModel) -> Iterator[None]:
-        for module in _sharded_modules(policy):
+        for module in _cut_modules(policy):
             module.unshard()
         try:
             with without_hooks(policy):  # they would take a layer apart after its first call
@@ -148,13 +173,13 @@ class FullySharded:
 
     def named_weights(self, policy: PolicyModel) -> Iterable[tuple[str, Tensor]]:
         """See `Strategy`."""
-        return StreamedWeights(policy)
+        return StreamedWeights(policy, self._processes.device)
 
     def optimizer_states(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """See `Strategy`."""
         assert self._optimizer is not None
         for number, state in self._optimizer.state_dict()["state"].items():
-            yield number, {name: _whole(value) for name, value in state.items()}
+            yield number, {name: _whole(value, self._processes.device) for name, value in state.items()}
 
     def load_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """See `Strategy`."""
@@ -172,8 +197,8 @@ class FullySharded:
         """Cut a state as its parameter is cut; all processes have all of it, so nothing is exchanged."""
         if value.shape != parameter.shape or not isinstance(parameter, DTensor):  # the number of steps
             return value
-        value = value.to(parameter.device)
-        return distribute_tensor(value, self._mesh, parameter.placements, src_data_rank=None)
+        cut = distribute_tensor(value.to(self._processes.device), self._mesh, parameter.placements, src_data_rank=None)
+        return cut.to(parameter.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,40 +207,36 @@ class StreamedWeights:
 
     Attributes:
         policy: The live policy.
+        device: Where they are brought together.
     """
 
     policy: PolicyModel
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         _take_apart(self.policy)
         for name, parameter in self.policy.model.named_parameters():
-            yield name, _whole(parameter.detach())
+            yield name, _whole(parameter.detach(), self.device)
         yield from saved_buffers(self.policy.model)
 
 
-@contextmanager
-def _loading_once() -> Iterator[None]:
-    """Tell transformers about `LOADING`, in the only way there is."""
-    before = {name: os.environ.get(name) for name in LOADING}
-    os.environ.update(LOADING)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+def _mesh(processes: Processes) -> DeviceMesh:
+    """Make the group of all processes that exchanges parts, on their devices and, where these offload, in main memory."""
+    processes.form_group()
+    kind = processes.device.type
+    group = torch.distributed.new_group(backend="gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl")
+    return DeviceMesh.from_group(group, kind)
 
 
-def _sharded_modules(policy: nn.Module) -> list[FSDPModule]:
+def _cut_modules(policy: nn.Module) -> list[FSDPModule]:
     """List what has been cut, the policy itself first."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def _take_apart(policy: nn.Module) -> None:
+def _take_apart(policy: PolicyModel) -> None:
     """Let a process have its parts only; what is outside of the layers is whole after a forward that has no backward."""
-    for module in _sharded_modules(policy):
-        module.reshard()
+    assert isinstance(policy, FSDPModule)
+    policy.reset_iter_state()
 
 
 def _part(parameter: Tensor) -> Tensor:
@@ -223,6 +244,9 @@ def _part(parameter: Tensor) -> Tensor:
     return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
 
 
-def _whole(value: Tensor) -> Tensor:
-    """Bring the parts of a tensor together, in every process."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _whole(value: Tensor, device: torch.device) -> Tensor:
+    """Bring the parts of a tensor together, in every process and on its device."""
+    if not isinstance(value, DTensor):
+        return value
+    whole: Tensor = DTensor.full_tensor(value.to(device))  # type: ignore[arg-type]
+    return whole

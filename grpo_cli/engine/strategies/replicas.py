@@ -31,7 +31,7 @@ class Replicas:
     """
 
     name = "ddp"
-    in_step = False
+    in_step = cuts_weights = False
     optimizes_copies = False
     weight_parts = gradient_parts = optimizer_parts = 1
 

@@ -21,6 +21,7 @@ class Strategy(Protocol):
         name: As `distributed.strategy` calls it.
         in_step: Whether a forward or backward of the policy is an exchange in which all processes have to take part. Then they do equally
             many, none of them can be repeated or cut off, and so it is with everything that reads whole weights.
+        cuts_weights: Whether a parameter is not what it looks like between two calls of the policy, be it only one part.
         weight_parts: Parts that the weights are cut into; a process keeps one. 1: each has all of them.
         gradient_parts: The same of the gradients.
         optimizer_parts: The same of the optimizer's states.
@@ -30,6 +31,7 @@ class Strategy(Protocol):
 
     name: str
     in_step: bool
+    cuts_weights: bool
     weight_parts: int
     gradient_parts: int
     optimizer_parts: int
@@ -53,6 +55,7 @@ class Strategy(Protocol):
 
         Raises:
             TrainingError: If the processes have not loaded the same weights.
+            ModelError: If the policy cannot be cut.
         """
         ...
 

@@ -43,6 +43,7 @@ class Zero:
         self.optimizer_parts = processes.count
         self.gradient_parts = processes.count if stage > 1 else 1
         self.weight_parts = processes.count if stage > 2 else 1
+        self.cuts_weights = stage == 3
         self.loads_on = processes.device
         self._processes = processes
         self._stage = stage
