@@ -13,7 +13,7 @@ class DistributedSection:
     strategy: Literal["auto", "ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"] = option(
         "auto",
         help="`ddp`: every process has everything; `deepspeed_zero1`: a process keeps its part of the optimizer's states; `zero2`: of "
-        "the gradients, too; `zero3`: of the weights, too; `fsdp2`: the same as zero3 with what PyTorch itself has. `auto`: ddp if that fits into a process's memory, else "
+        "the gradients, too; `zero3`: of the weights, too; `fsdp2`: all three, too, with what PyTorch itself has. `auto`: ddp if that fits into a process's memory, else "
         "deepspeed_zero3, or fsdp2 where DeepSpeed is not installed.",
     )
     offload_optimizer: bool = option(
