@@ -60,6 +60,19 @@ def total_memory(device: torch.device) -> int | None:
     return None
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Count the most bytes that this process has had on a device at one time; None: the device does not say.
+
+    On a GPU that is what its tensors took. On a CPU it is resident memory, the interpreter and its libraries included.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type == "cpu":
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    return None
+
+
 def release_unused(device: torch.device) -> None:
     """Collect what nobody holds any more, and give what a caching allocator keeps unused back to its device."""
     gc.collect()

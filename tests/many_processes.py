@@ -24,7 +24,16 @@ for recipe, overrides, resume in json.loads(sys.argv[1]):
     run(load_recipe(Path(recipe), [one.replace("{rank}", os.environ["RANK"]) for one in overrides]), resume=resume)
 """
 
-SPREAD = ("processes/", "tokens/computed", "tokens/useful", "tokens_per_second", "time/", "step_time", "eval/time/")
+SPREAD = (
+    "processes/",
+    "memory/",
+    "tokens/computed",
+    "tokens/useful",
+    "tokens_per_second",
+    "time/",
+    "step_time",
+    "eval/time/",
+)
 """Metrics that depend on how the work is spread, or on a clock."""
 
 Job = tuple[Path, Mapping[str, object], str | None]

@@ -93,7 +93,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             adapters = trained
     with inputs.strategy.building():
         model = load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on, adapters=adapters)
-    is_cut = inputs.strategy.cuts_weights
+    is_cut = inputs.strategy.spread.cuts_weights
     set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
@@ -137,11 +137,11 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
 
 def _cost_of_sampling(inputs: Inputs, policy: PolicyModel) -> str | None:
     """Say what the built-in engine costs where weights are cut into parts."""
-    if inputs.strategy.weight_parts == 1 or inputs.recipe.vllm.mode is not None:
+    if inputs.strategy.spread.weight_parts == 1 or inputs.recipe.vllm.mode is not None:
         return None
     size = sum(map(whole_bytes, policy.parameters()))
     return (
-        f"{inputs.strategy.name}: while a process samples it holds all weights, {size / 2**30:,.1f} GiB; with vllm.mode: server it "
+        f"{inputs.strategy.spread.name}: while a process samples it holds all weights, {size / 2**30:,.1f} GiB; with vllm.mode: server it "
         "does not have to"
     )
 
@@ -256,7 +256,7 @@ def _token_budget(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> To
     asked = train.micro_batch_tokens
     tokens = asked
     if tokens is None:
-        tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes, strategy=inputs.strategy)
+        tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes, spread=inputs.strategy.spread)
     return TokenBudget(
         tokens,
         asked=asked,
@@ -329,7 +329,7 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
     grpo, section, checkpoint = inputs.recipe.grpo, inputs.recipe.model, inputs.checkpoint
     if grpo.beta == 0.0 or has_adapters(model):
         return None
-    if checkpoint is None and not inputs.strategy.cuts_weights:
+    if checkpoint is None and not inputs.strategy.spread.cuts_weights:
         return copy.deepcopy(model)
     if grpo.sync_ref_model and checkpoint is not None:
         moved = checkpoint / REFERENCE_FOLDER

@@ -128,7 +128,7 @@ def whole_weights(stages: Stages, policy: PolicyModel) -> Weights | None:
     Returns:
         By name; nothing in other processes; None if every process has all of them anyhow.
     """
-    if not stages.strategy.cuts_weights:
+    if not stages.strategy.spread.cuts_weights:
         return None
     trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
     wanted = trained if has_adapters(policy.model) else None

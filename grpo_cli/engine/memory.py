@@ -1,27 +1,26 @@
-"""An estimate of the memory a run needs, by part; meant to be right within a factor of two, before anything is allocated."""
+"""The memory that a run needs, by part, before anything is allocated.
+
+What is trained is counted to the byte, activations by the formulas of `activations`. The test against measured peaks of whole runs asks
+for 20 %, where the C library gives what is free back at once.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_cli.device_memory import free_memory
+from grpo_cli.engine.activations import Precision, activation_bytes, kept_bytes, precision_of
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.strategies.strategy import Strategy
+from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.policy.checkpointing import Checkpointing, possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
+from grpo_cli.policy.layers import layers_of
 from grpo_cli.recipe.schema import GenerationSection, TrainSection
 from grpo_cli.rollout.cached_values import cached_values_per_token, positive_integer
 from grpo_cli.sharding import whole_bytes, whole_shape
-
-ACTIVATION_FACTOR = 37
-"""Values kept per token, layer and hidden unit in a backward without checkpointing; measured on a Llama of 135M parameters."""
-
-SELECTIVE_FACTOR = 15
-"""The same with selective checkpointing."""
 
 LOGIT_COPIES = 4
 """Float32 values per logit while the head's backward runs; measured on the same model."""
@@ -43,28 +42,46 @@ LEAST_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one process by part; None: not known for this architecture."""
+    """Bytes of one process by part; None: not known for this architecture.
+
+    Attributes:
+        weights: Its part of the policy's.
+        gradients: Its part.
+        optimizer: Its part of the moments, and of the copies that the optimizer moves.
+        reference: Its part of a second model's weights.
+        gathered: Weights, and gradients of them, that are whole while a forward or backward uses them.
+        rounded: Copies of the weights in bfloat16, which autocast keeps until the backward.
+        activations: What the backward keeps of a micro-batch.
+        head: Logits and gradients of embedding and head, as far as they come on top.
+        sampled: All weights, while the built-in engine samples with a policy that is in parts.
+        cache: Keys and values of the built-in engine.
+        vllm: What vLLM takes.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
+    gathered: int
+    rounded: int
     activations: int | None
     head: int | None
+    sampled: int
     cache: int | None
     vllm: int
 
     @property
     def total(self) -> int:
-        """The sum of what is known; cache and activations are not needed at the same time, so the larger one counts."""
+        """The sum of what is known; sampling and the backward take turns, so the larger one counts."""
         kept = self.weights + self.gradients + self.optimizer + self.reference + self.vllm
-        return kept + max((self.activations or 0) + (self.head or 0), self.cache or 0)
+        training = self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
+        return kept + max(training, self.sampled + (self.cache or 0))
 
 
 def estimate_memory(
     policy: PolicyModel,
     *,
-    strategy: Strategy,
+    spread: Spread,
     train: TrainSection,
     generation: GenerationSection,
     micro_batch_tokens: int,
@@ -77,33 +94,37 @@ def estimate_memory(
 
     Args:
         policy: The policy; its parameters and its model's configuration are read.
-        strategy: What a process keeps of them.
+        spread: What a process keeps of them.
         train: Precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
         micro_batch_tokens: Most tokens in one forward.
-        sequences: Completions of one optimizer step.
+        sequences: Completions of one optimizer step, in all processes.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
     """
-    weights = sum(map(whole_bytes, policy.parameters())) // strategy.weight_parts
+    whole = sum(map(whole_bytes, policy.parameters()))
+    weights = whole // spread.weight_parts
     longest = longest_prompt + generation.max_completion_length
     tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
     return MemoryEstimate(
         weights=weights,
-        gradients=_gradient_bytes(policy, strategy),
-        optimizer=_optimizer_bytes(policy, strategy),
+        gradients=_gradient_bytes(policy, spread),
+        optimizer=_optimizer_bytes(policy, spread),
         reference=weights if with_reference else 0,
-        activations=_activations(policy, tokens, train, strategy),
-        head=_head(policy, tokens),
+        gathered=_gathered(policy, train, spread),
+        rounded=_rounded(policy, train, spread),
+        activations=_activations(policy, tokens, train, spread),
+        head=_head(policy, tokens, train, spread),
+        sampled=_in_use(policy, whole, train) if vllm is None and spread.weight_parts > 1 else 0,
         cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
         vllm=vllm or 0,
     )
 
 
 def automatic_micro_batch_tokens(
-    policy: PolicyModel, *, train: TrainSection, processes: Processes, strategy: Strategy
+    policy: PolicyModel, *, train: TrainSection, processes: Processes, spread: Spread
 ) -> int:
     """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
 
@@ -112,54 +133,54 @@ def automatic_micro_batch_tokens(
     have the smallest of theirs.
     """
     tokens = MOST_TOKENS.get(processes.device.type, MOST_TOKENS_ELSEWHERE)
-    room = _room(policy, processes, strategy)
+    room = _room(policy, processes, spread)
     while (
         room is not None
         and tokens > LEAST_TOKENS
-        and (_activations(policy, tokens, train, strategy) or 0) + (_head(policy, tokens) or 0) > room
+        and (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread) or 0) > room
     ):
         tokens //= 2
     return processes.least(tokens)
 
 
 def automatic_cached_tokens(
-    policy: PolicyModel, *, train: TrainSection, processes: Processes, strategy: Strategy
+    policy: PolicyModel, *, train: TrainSection, processes: Processes, spread: Spread
 ) -> int | None:
     """Find how many tokens' keys and values the free memory has room for, with all models loaded and nothing trained yet.
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    room = _room(policy, processes, strategy)
+    room = _room(policy, processes, spread)
     values = cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
     return max(1, int(room / (values * _value_bytes(policy, train))))
 
 
-def _room(policy: PolicyModel, processes: Processes, strategy: Strategy) -> float | None:
+def _room(policy: PolicyModel, processes: Processes, spread: Spread) -> float | None:
     """Give the safe share of the bytes that gradients and the optimizer's moments will leave free; None: the device does not say."""
     free = free_memory(processes.device)
     if free is None:
         return None
-    to_come = _gradient_bytes(policy, strategy) + _moment_bytes(policy, strategy)
+    to_come = _gradient_bytes(policy, spread) + _moment_bytes(policy, spread)
     return SAFE_SHARE * (free / processes.sharing_memory - to_come)
 
 
-def _gradient_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+def _gradient_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes that a process keeps of the gradients."""
-    return sum(map(whole_bytes, _trained(policy))) // strategy.gradient_parts
+    return sum(map(whole_bytes, _trained(policy))) // spread.gradient_parts
 
 
-def _moment_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+def _moment_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes that a process keeps of the optimizer's moments, which its first step makes."""
-    one = _float32_bytes(policy) if strategy.optimizes_copies else sum(map(whole_bytes, _trained(policy)))
-    return 2 * one // strategy.optimizer_parts
+    one = _float32_bytes(policy) if spread.optimizes_copies else sum(map(whole_bytes, _trained(policy)))
+    return 2 * one // spread.optimizer_parts
 
 
-def _optimizer_bytes(policy: PolicyModel, strategy: Strategy) -> int:
+def _optimizer_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes of the moments, and of the copies that the optimizer has of the weights."""
-    copies = _float32_bytes(policy) // strategy.optimizer_parts if strategy.optimizes_copies else 0
-    return _moment_bytes(policy, strategy) + copies
+    copies = _float32_bytes(policy) // spread.optimizer_parts if spread.optimizes_copies else 0
+    return _moment_bytes(policy, spread) + copies
 
 
 def _float32_bytes(policy: PolicyModel) -> int:
@@ -183,17 +204,64 @@ def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
     return None if values is None else tokens * values * _value_bytes(policy, train)
 
 
-def _activations(policy: PolicyModel, tokens: int, train: TrainSection, strategy: Strategy) -> int | None:
+def _in_use(policy: PolicyModel, size: int, train: TrainSection) -> int:
+    """Bytes of weights as they are when they are brought together: with `train.bf16`, in bfloat16."""
+    return size * 2 // next(policy.parameters()).element_size() if train.bf16 else size
+
+
+def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
+    """Bytes of what is whole while it is used, where weights are cut into parts."""
+    if spread.weight_parts == 1:
+        return 0
+    sizes = [sum(map(whole_bytes, layer.parameters())) for layer in layers_of(policy)]
+    outside = sum(map(whole_bytes, policy.parameters())) - sum(sizes)
+    largest = max(sizes, default=0)
+    if spread.live_elements is not None:
+        elements = sum(whole_shape(one).numel() for one in policy.parameters())
+        live = min(spread.live_elements, elements) * next(policy.parameters()).element_size()
+        return _in_use(policy, max(live, outside + largest), train) + _in_use(policy, largest, train)
+    # Outside and a layer with their gradients; the next layer, which comes early; and a layer's gradients on their way, in float32.
+    return _in_use(policy, 2 * (outside + largest) + largest, train) + _float32(policy, max(outside, largest))
+
+
+def _float32(policy: PolicyModel, size: int) -> int:
+    """Bytes that some weights would have in float32."""
+    return size * torch.float32.itemsize // next(policy.parameters()).element_size()
+
+
+def _rounded(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
+    """Bytes of the copies that autocast makes of trained float32 matrices: DeepSpeed and FSDP have rounded them already."""
+    weights_are_rounded = spread.optimizes_copies or spread.cuts_weights
+    if _precision(policy, train) != "autocast" or weights_are_rounded:
+        return 0
+    return 2 * sum(whole_shape(one).numel() for one in _trained(policy) if len(whole_shape(one)) > 1)
+
+
+def _precision(policy: PolicyModel, train: TrainSection) -> Precision:
+    return precision_of(next(policy.parameters()).dtype, bf16=train.bf16)
+
+
+def _checkpointing(policy: PolicyModel, train: TrainSection, spread: Spread) -> Checkpointing:
+    """Tell what the model does of what the recipe asks for."""
+    possible = possible_checkpointing(policy.model, train.gradient_checkpointing, cut=spread.cuts_weights)
+    return possible if possible is True or getattr(policy.model, "supports_gradient_checkpointing", False) else False
+
+
+def _activations(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread) -> int | None:
     """Bytes that the backward of a transformer keeps of its layers for some tokens."""
-    checkpointing = possible_checkpointing(policy.model, train.gradient_checkpointing, cut=strategy.cuts_weights)
-    values = _values_per_token(policy.model, checkpointing)
-    return None if values is None else tokens * values * _value_bytes(policy, train)
+    return activation_bytes(
+        policy.model.config.get_text_config(),
+        tokens,
+        checkpointing=_checkpointing(policy, train, spread),
+        precision=_precision(policy, train),
+    )
 
 
-def _head(policy: PolicyModel, tokens: int) -> int | None:
-    """Bytes that embedding and head take while they compute.
+def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread) -> int | None:
+    """Bytes that embedding and head take on top of the layers' activations.
 
-    That is a chunk of logits, or all of them, and the gradients of both weight matrices before they are added to those that are there.
+    While the head computes there are a chunk of logits, or all of them, and its gradient before it is added to the one that is there.
+    A head that is the embedding, too, waits with that for the embedding's, through the backward of all layers.
     """
     config = policy.model.config.get_text_config()
     vocabulary, hidden = positive_integer(config, "vocab_size"), positive_integer(config, "hidden_size")
@@ -203,16 +271,12 @@ def _head(policy: PolicyModel, tokens: int) -> int | None:
     if not policy.full_logits:
         device = next(policy.parameters()).device
         logits = min(logits, LOGITS_PER_CHUNK if device.type == "cpu" else LOGITS_PER_CHUNK_ON_ACCELERATORS)
-    return (LOGIT_COPIES * logits + 2 * vocabulary * hidden) * torch.float32.itemsize
-
-
-def _values_per_token(model: Any, checkpointing: Checkpointing) -> int | None:
-    """Values that the backward of a transformer keeps per token."""
-    config = model.config.get_text_config()
-    layers, hidden = positive_integer(config, "num_hidden_layers"), positive_integer(config, "hidden_size")
-    if layers is None or hidden is None:
-        return None
-    if checkpointing is True:  # the input of each layer, and all of the layer that is computed again
-        return hidden * (layers + ACTIVATION_FACTOR)
-    selective = checkpointing == "selective" and getattr(model, "supports_gradient_checkpointing", False)
-    return hidden * layers * (SELECTIVE_FACTOR if selective else ACTIVATION_FACTOR)
+    size = next(policy.parameters()).element_size()
+    embedding = policy.model.get_input_embeddings().weight
+    gradient = vocabulary * hidden * size if embedding.requires_grad else 0
+    waiting = gradient if policy.model.get_output_embeddings().weight is embedding else 0
+    kept = kept_bytes(config, checkpointing=_checkpointing(policy, train, spread), precision=_precision(policy, train))
+    layers = _activations(policy, tokens, train, spread)
+    at_head = tokens * (kept or 0) + LOGIT_COPIES * logits * torch.float32.itemsize + gradient
+    in_layers = (layers or 0) + waiting
+    return max(at_head, in_layers, gradient + waiting) - (layers or 0)

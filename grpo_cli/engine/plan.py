@@ -22,7 +22,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     longest = inputs.prompts.longest
     memory = estimate_memory(
         policy,
-        strategy=stages.strategy,
+        spread=stages.strategy.spread,
         train=recipe.train,
         generation=recipe.generation,
         micro_batch_tokens=budget.tokens,

@@ -37,7 +37,9 @@ def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack
         own = None if elsewhere else _open(inputs, policy, recorder, stack)
         if own is not None:
             stack.callback(own.close)
-        engine = SpreadRollouts(own, engines=engines, processes=processes, together=inputs.strategy.weight_parts > 1)
+        engine = SpreadRollouts(
+            own, engines=engines, processes=processes, together=inputs.strategy.spread.weight_parts > 1
+        )
     return engine
 
 
@@ -80,7 +82,7 @@ def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitSt
         inputs.tokenizer,
         max_num_seqs=recipe.generation.max_num_seqs,
         max_cached_tokens=automatic_cached_tokens(
-            policy, train=recipe.train, processes=inputs.processes, strategy=inputs.strategy
+            policy, train=recipe.train, processes=inputs.processes, spread=inputs.strategy.spread
         ),
         share_prefix=recipe.model.share_prefix,
         on_progress=recorder.progress,

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_cli.device_memory import peak_memory
 from grpo_cli.engine.checkpoint_store import BestCheckpoint
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.export import save_checkpoint, save_final_model
@@ -17,7 +18,7 @@ from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import StepGradient, gradient_metrics
 from grpo_cli.errors import CheckpointError, Interrupted, TrainingError
-from grpo_cli.metrics import Max, Mean, Metrics, Sum, merge
+from grpo_cli.metrics import Max, Mean, Metrics, Min, Sum, merge
 from grpo_cli.telemetry.recorder import Rollouts
 from grpo_cli.types import PolicyLogps, StepReport
 
@@ -97,7 +98,7 @@ class Trainer:
         behind = state.step - groups[0].policy_version
         versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
         self._commit()
-        self._record(clock, merge([gradient.metrics, step_metrics, versions]), generation)
+        self._record(clock, merge([gradient.metrics, step_metrics, versions, self._memory_metrics()]), generation)
 
     def _interruptible(self) -> AbstractContextManager[None]:
         """Make the context of work that a signal may cut off, if none of the others waits for this process then.
@@ -140,6 +141,13 @@ class Trainer:
             )
         stages.schedule.step()
         return gradient_metrics(norm, learning_rate)
+
+    def _memory_metrics(self) -> Metrics:
+        """Tell what the processes have needed so far."""
+        peak = peak_memory(self.stages.processes.device)
+        if peak is None:
+            return {}
+        return self.stages.processes.merge({"memory/peak/max": Max(peak), "memory/peak/min": Min(peak)})
 
     def _commit(self) -> None:
         """Make the present state the one to restart from."""

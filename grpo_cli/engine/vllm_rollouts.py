@@ -171,7 +171,7 @@ def _adapters(inputs: Inputs, policy: PolicyModel) -> Adapters | None:
     """Stream the policy's adapters, if they are to go to vLLM as such."""
     rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
     # Weights that are cut into parts come in one stream, which all processes go through: the merged ones.
-    if rank is None or inputs.strategy.weight_parts > 1:
+    if rank is None or inputs.strategy.spread.weight_parts > 1:
         return None
     weights = inputs.strategy.named_weights(policy)
     return Adapters(

@@ -81,6 +81,8 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("time/score", "s", "per step", "Wall time of the reward functions."),
     MetricName("time/forward_backward", "s", "per step", "Wall time of forward and backward passes, old and reference log-probabilities included."),
     MetricName("processes/imbalance", "ratio", "per step", "Time that the slowest process took for its forward and backward passes, by the mean of all. Only with several processes."),
+    MetricName("memory/peak/max", "bytes", "maximum over processes", "The most memory that a process has had at one time since the start: of a GPU what its tensors took, else resident memory."),
+    MetricName("memory/peak/min", "bytes", "minimum over processes", "The same of the process that needed least."),
     MetricName("time/optimizer", "s", "per step", "Wall time of clipping and the optimizer."),
     MetricName("time/sync", "s", "per step", "Wall time of handing the newest weights to the rollout engine, before it samples; missing in steps that do not sample, as is the next."),
     MetricName("rollout/recoveries", "recoveries", "sum", "Times that the vLLM servers were lost, came back, and got the weights anew. Missing in steps without one."),

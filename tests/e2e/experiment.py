@@ -100,8 +100,8 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def timeless(output: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without what a clock says."""
-    clocks = ("time/", "processes/imbalance", "step_time", "tokens_per_second", "eval/time/")
+    """Read metrics.jsonl without what a clock and the kernel say."""
+    clocks = ("time/", "memory/", "processes/imbalance", "step_time", "tokens_per_second", "eval/time/")
     return [
         {name: value for name, value in record.items() if not name.startswith(clocks)} for record in records(output)
     ]

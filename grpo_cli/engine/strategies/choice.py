@@ -111,7 +111,7 @@ def _fully_sharded(recipe: Recipe, processes: Processes) -> FullySharded:
             f"distributed.strategy: fsdp2 needs a newer PyTorch than {torch.__version__}",
             hint='pip install -U "torch>=2.13", or take deepspeed_zero3',
         )
-    return FullySharded(processes, offload=recipe.distributed.offload_params)
+    return FullySharded(processes, bf16=recipe.train.bf16, offload=recipe.distributed.offload_params)
 
 
 def _bytes_of_a_copy(recipe: Recipe, folder: Path) -> int:

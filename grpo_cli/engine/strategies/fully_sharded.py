@@ -12,36 +12,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.hooks import without_hooks
 from grpo_cli.engine.strategies.replicas import saved_buffers
+from grpo_cli.engine.strategies.spread import spread_of
 from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.layers import layers_of
 
 
 class FullySharded:
     """Trains with torch's own `fully_shard`, which needs no other package.
 
-    A layer is whole while it computes; what is outside of the layers, embedding and head, is whole from a forward to the end of its
-    backward. Accelerate's plugin is not used: without an accelerator it trains copies instead, and does not say so.
+    A layer is whole while it computes, and what is outside of the layers, embedding and head, while the model does. Accelerate's plugin is not used: without an accelerator it trains copies instead, and does not say so.
 
     Args:
         processes: The processes of this run.
+        bf16: Whether float32 weights are rounded to bfloat16 when they are brought together. Under autocast alone, each process would
+            keep such copies of all of them until the backward.
         offload: Whether weights, gradients and the optimizer's states are in main memory while they are not used.
     """
 
-    name = "fsdp2"
-    in_step = cuts_weights = True
-    optimizes_copies = False
+    in_step = True
 
-    def __init__(self, processes: Processes, *, offload: bool) -> None:
-        self.weight_parts = self.gradient_parts = self.optimizer_parts = processes.count
+    def __init__(self, processes: Processes, *, bf16: bool, offload: bool) -> None:
+        self.spread = spread_of("fsdp2", processes.count)
         # The first process has the weights; the others only get their parts of them.
         self.loads_on = torch.device("cpu" if processes.is_main else "meta")
         self._processes = processes
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         self._offloads = offload
         self._optimizer: Optimizer | None = None
         self._trained: list[nn.Parameter] = []
@@ -62,7 +65,7 @@ class FullySharded:
                 f"distributed.strategy: fsdp2 trains weights of one precision, and {type(policy.model).__name__} has {', '.join(sorted(kinds))}",
                 hint="set model.dtype to float32, or take deepspeed_zero3",
             )
-        self._cut(policy, keep_root=True)
+        self._cut(policy)
         cut = dict(policy.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [cut[names[parameter]] for parameter in group["params"]]
@@ -71,35 +74,35 @@ class FullySharded:
 
     def prepare_frozen(self, policy: PolicyModel) -> nn.Module:
         """See `Strategy`."""
-        self._cut(policy, keep_root=False)
+        self._cut(policy)
         return self._processes.computing(policy)
 
-    def _cut(self, policy: PolicyModel, *, keep_root: bool) -> None:
+    def _cut(self, policy: PolicyModel) -> None:
         """Cut a model into parts, and give every process its part of the first one's weights.
 
         Args:
             policy: In the first process's main memory.
-            keep_root: Whether what is outside of the layers stays whole between a forward and its backward.
 
         Raises:
             ModelError: If torch cannot cut it.
         """
         kind = type(policy.model).__name__
-        layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = layers_of(policy)
         if not layers:
             raise ModelError(
                 f"distributed.strategy: fsdp2 cuts a model layer by layer, and {kind} is not made of transformers' layers",
                 hint="take deepspeed_zero3",
             )
         weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._precision}
         if self._offloads:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         self._processes.gather(b"")  # here they wait for those that load from slower disks, with patience
         try:
             for layer in layers:
                 fully_shard(layer, **settings)
-            fully_shard(policy, **settings, reshard_after_forward=not keep_root)
+            # Not whole between calls, though its backward begins at once: whoever reads the parameters finds parts.
+            fully_shard(policy, **settings, reshard_after_forward=True)
         except (ValueError, NotImplementedError) as error:
             raise ModelError(
                 f"distributed.strategy: fsdp2 cannot cut {kind}: {error}", hint="take deepspeed_zero3"
@@ -234,7 +237,7 @@ def _cut_modules(policy: nn.Module) -> list[FSDPModule]:
 
 
 def _take_apart(policy: PolicyModel) -> None:
-    """Let a process have its parts only; what is outside of the layers is whole after a forward that has no backward."""
+    """Let a process have its parts only, whatever was cut off in the middle."""
     assert isinstance(policy, FSDPModule)
     policy.reset_iter_state()
 

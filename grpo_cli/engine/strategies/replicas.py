@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.strategies.spread import spread_of
 from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.forward import PolicyModel
@@ -30,12 +31,10 @@ class Replicas:
         processes: The processes of this run.
     """
 
-    name = "ddp"
-    in_step = cuts_weights = False
-    optimizes_copies = False
-    weight_parts = gradient_parts = optimizer_parts = 1
+    in_step = False
 
     def __init__(self, processes: Processes) -> None:
+        self.spread = spread_of("ddp", processes.count)
         self.loads_on = processes.device
         self._processes = processes
         self._trained: list[nn.Parameter] = []

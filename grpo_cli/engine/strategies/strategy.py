@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.policy.forward import PolicyModel
 
 MASTER = "weight"
@@ -18,25 +19,15 @@ class Strategy(Protocol):
     """Holds the policy, moves its gradients between the processes, and applies them.
 
     Attributes:
-        name: As `distributed.strategy` calls it.
+        spread: What each process keeps of it.
         in_step: Whether a forward or backward of the policy is an exchange in which all processes have to take part. Then they do equally
             many, none of them can be repeated or cut off, and so it is with everything that reads whole weights.
-        cuts_weights: Whether a parameter is not what it looks like between two calls of the policy, be it only one part.
-        weight_parts: Parts that the weights are cut into; a process keeps one. 1: each has all of them.
-        gradient_parts: The same of the gradients.
-        optimizer_parts: The same of the optimizer's states.
         loads_on: The device that models are put on when they have been loaded.
-        optimizes_copies: Whether the optimizer moves float32 copies of the weights, in whose precision its states are.
     """
 
-    name: str
+    spread: Spread
     in_step: bool
-    cuts_weights: bool
-    weight_parts: int
-    gradient_parts: int
-    optimizer_parts: int
     loads_on: torch.device
-    optimizes_copies: bool
 
     def building(self) -> AbstractContextManager[None]:
         """Make the context in which models are loaded."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.hooks import without_hooks
 from grpo_cli.engine.strategies.replicas import NamedWeights, saved_buffers
+from grpo_cli.engine.strategies.spread import LIVE_ELEMENTS, spread_of
 from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.sharding import whole_bytes, whole_shape
@@ -36,14 +37,10 @@ class Zero:
     """
 
     in_step = True
-    optimizes_copies = True
 
     def __init__(self, processes: Processes, *, stage: int, settings: Mapping[str, Any]) -> None:
-        self.name = f"deepspeed_zero{stage}"
-        self.optimizer_parts = processes.count
-        self.gradient_parts = processes.count if stage > 1 else 1
-        self.weight_parts = processes.count if stage > 2 else 1
-        self.cuts_weights = stage == 3
+        live = int(settings["zero_optimization"].get("stage3_max_live_parameters", LIVE_ELEMENTS))
+        self.spread = spread_of(f"deepspeed_zero{stage}", processes.count, live_elements=live)
         self.loads_on = processes.device
         self._processes = processes
         self._stage = stage

@@ -1,0 +1,51 @@
+"""What each process keeps of a model, by the strategy's name alone: for strategies, and for plans without processes."""
+
+from dataclasses import dataclass
+
+LIVE_ELEMENTS = 10**9
+"""Weights that DeepSpeed leaves whole while others are used, unless its configuration says `stage3_max_live_parameters`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How a model is spread over processes.
+
+    Attributes:
+        name: As `distributed.strategy` calls it.
+        weight_parts: Parts that the weights are cut into; a process keeps one. 1: each has all of them.
+        gradient_parts: The same of the gradients.
+        optimizer_parts: The same of the optimizer's states.
+        optimizes_copies: Whether the optimizer moves float32 copies of the weights, in whose precision its states are.
+        cuts_weights: Whether a parameter is not what it looks like between two calls of the policy, be it only one part.
+        live_elements: Weights that may be whole at once in a forward or backward; None: those of a layer or two.
+    """
+
+    name: str
+    weight_parts: int = 1
+    gradient_parts: int = 1
+    optimizer_parts: int = 1
+    optimizes_copies: bool = False
+    cuts_weights: bool = False
+    live_elements: int | None = None
+
+
+def spread_of(name: str, processes: int, *, live_elements: int = LIVE_ELEMENTS) -> Spread:
+    """Give what a strategy leaves in each process.
+
+    Args:
+        name: As `distributed.strategy` calls it; not `auto`.
+        processes: How many there are.
+        live_elements: With `deepspeed_zero3`, what its configuration says.
+    """
+    if name == "ddp":
+        return Spread(name=name)
+    stage = 3 if name == "fsdp2" else int(name[-1])
+    return Spread(
+        name=name,
+        weight_parts=processes if stage > 2 else 1,
+        gradient_parts=processes if stage > 1 else 1,
+        optimizer_parts=processes,
+        optimizes_copies=name != "fsdp2",
+        cuts_weights=stage > 2,
+        live_elements=live_elements if name == "deepspeed_zero3" else None,
+    )
