@@ -13,6 +13,7 @@ import typer
 from grpo_cli import __version__
 from grpo_cli.cli.check import check
 from grpo_cli.cli.export import export
+from grpo_cli.cli.plan import plan
 from grpo_cli.cli.recipes import recipes
 from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.cli.vllm_serve import vllm_serve
@@ -63,6 +64,7 @@ app.command(name="train")(train)
 app.command(name="check")(check)
 app.command(name="recipes")(recipes)
 app.command(name="vllm-serve")(vllm_serve)
+app.command(name="plan")(plan)
 app.command(name="export")(export)
 
 

@@ -82,6 +82,7 @@ def estimate_memory(
     policy: PolicyModel,
     *,
     spread: Spread,
+    device: torch.device,
     train: TrainSection,
     generation: GenerationSection,
     micro_batch_tokens: int,
@@ -95,16 +96,17 @@ def estimate_memory(
     Args:
         policy: The policy; its parameters and its model's configuration are read.
         spread: What a process keeps of them.
+        device: Where it computes.
         train: Precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
         micro_batch_tokens: Most tokens in one forward.
-        sequences: Completions of one optimizer step, in all processes.
+        sequences: Completions that a process samples for one optimizer step.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
     """
     whole = sum(map(whole_bytes, policy.parameters()))
-    weights = whole // spread.weight_parts
+    weights = 0 if spread.offload_params else whole // spread.weight_parts
     longest = longest_prompt + generation.max_completion_length
     tokens = min(micro_batch_tokens, sequences * longest)
     cached_tokens = min(generation.max_num_seqs, sequences) * longest
@@ -116,7 +118,7 @@ def estimate_memory(
         gathered=_gathered(policy, train, spread),
         rounded=_rounded(policy, train, spread),
         activations=_activations(policy, tokens, train, spread),
-        head=_head(policy, tokens, train, spread),
+        head=_head(policy, tokens, train, spread, device),
         sampled=_in_use(policy, whole, train) if vllm is None and spread.weight_parts > 1 else 0,
         cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
         vllm=vllm or 0,
@@ -132,15 +134,33 @@ def automatic_micro_batch_tokens(
     of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster. All processes
     have the smallest of theirs.
     """
-    tokens = MOST_TOKENS.get(processes.device.type, MOST_TOKENS_ELSEWHERE)
-    room = _room(policy, processes, spread)
-    while (
-        room is not None
-        and tokens > LEAST_TOKENS
-        and (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread) or 0) > room
-    ):
+    free = free_memory(processes.device)
+    if free is not None:
+        free //= processes.sharing_memory
+    return processes.least(tokens_that_fit(policy, free=free, train=train, spread=spread, device=processes.device))
+
+
+def tokens_that_fit(
+    policy: PolicyModel, *, free: int | None, train: TrainSection, spread: Spread, device: torch.device
+) -> int:
+    """Find the token budget of `automatic_micro_batch_tokens` for one process.
+
+    Args:
+        policy: Its parameters and its model's configuration are read.
+        free: Bytes that a process has free; None: not known.
+        train: Precision and checkpointing.
+        spread: What a process keeps.
+        device: Where it computes.
+    """
+    tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
+    room = _room(policy, free, spread)
+
+    def needed() -> int:
+        return (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread, device) or 0)
+
+    while room is not None and tokens > LEAST_TOKENS and needed() > room:
         tokens //= 2
-    return processes.least(tokens)
+    return tokens
 
 
 def automatic_cached_tokens(
@@ -150,36 +170,40 @@ def automatic_cached_tokens(
 
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
-    room = _room(policy, processes, spread)
+    free = free_memory(processes.device)
+    room = _room(policy, None if free is None else free // processes.sharing_memory, spread)
     values = cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
     return max(1, int(room / (values * _value_bytes(policy, train))))
 
 
-def _room(policy: PolicyModel, processes: Processes, spread: Spread) -> float | None:
-    """Give the safe share of the bytes that gradients and the optimizer's moments will leave free; None: the device does not say."""
-    free = free_memory(processes.device)
+def _room(policy: PolicyModel, free: int | None, spread: Spread) -> float | None:
+    """Give the safe share of the bytes that gradients and the optimizer's moments will leave of those that are free."""
     if free is None:
         return None
-    to_come = _gradient_bytes(policy, spread) + _moment_bytes(policy, spread)
-    return SAFE_SHARE * (free / processes.sharing_memory - to_come)
+    return SAFE_SHARE * (free - _gradient_bytes(policy, spread) - _moment_bytes(policy, spread))
 
 
 def _gradient_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes that a process keeps of the gradients."""
+    if spread.offload_params and not spread.optimizes_copies:  # with fsdp2
+        return 0
     return sum(map(whole_bytes, _trained(policy))) // spread.gradient_parts
 
 
 def _moment_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes that a process keeps of the optimizer's moments, which its first step makes."""
+    if spread.offload_optimizer or (spread.offload_params and not spread.optimizes_copies):
+        return 0
     one = _float32_bytes(policy) if spread.optimizes_copies else sum(map(whole_bytes, _trained(policy)))
     return 2 * one // spread.optimizer_parts
 
 
 def _optimizer_bytes(policy: PolicyModel, spread: Spread) -> int:
     """Bytes of the moments, and of the copies that the optimizer has of the weights."""
-    copies = _float32_bytes(policy) // spread.optimizer_parts if spread.optimizes_copies else 0
+    has_copies = spread.optimizes_copies and not spread.offload_optimizer
+    copies = _float32_bytes(policy) // spread.optimizer_parts if has_copies else 0
     return _moment_bytes(policy, spread) + copies
 
 
@@ -211,7 +235,7 @@ def _in_use(policy: PolicyModel, size: int, train: TrainSection) -> int:
 
 def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
     """Bytes of what is whole while it is used, where weights are cut into parts."""
-    if spread.weight_parts == 1:
+    if spread.weight_parts == 1 and not spread.offload_params:
         return 0
     sizes = [sum(map(whole_bytes, layer.parameters())) for layer in layers_of(policy)]
     outside = sum(map(whole_bytes, policy.parameters())) - sum(sizes)
@@ -257,7 +281,7 @@ def _activations(policy: PolicyModel, tokens: int, train: TrainSection, spread: 
     )
 
 
-def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread) -> int | None:
+def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread, device: torch.device) -> int | None:
     """Bytes that embedding and head take on top of the layers' activations.
 
     While the head computes there are a chunk of logits, or all of them, and its gradient before it is added to the one that is there.
@@ -269,7 +293,6 @@ def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread)
         return None
     logits = tokens * vocabulary
     if not policy.full_logits:
-        device = next(policy.parameters()).device
         logits = min(logits, LOGITS_PER_CHUNK if device.type == "cpu" else LOGITS_PER_CHUNK_ON_ACCELERATORS)
     size = next(policy.parameters()).element_size()
     embedding = policy.model.get_input_embeddings().weight

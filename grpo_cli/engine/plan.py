@@ -23,10 +23,11 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     memory = estimate_memory(
         policy,
         spread=stages.strategy.spread,
+        device=stages.processes.device,
         train=recipe.train,
         generation=recipe.generation,
         micro_batch_tokens=budget.tokens,
-        sequences=recipe.train.prompts_per_step * recipe.grpo.num_generations,
+        sequences=-(-recipe.train.prompts_per_step // stages.processes.count) * recipe.grpo.num_generations,
         longest_prompt=longest or 0,
         with_reference=stages.reference is not None and stages.reference.policy is not policy,
         vllm=_vllm_bytes(inputs, policy),

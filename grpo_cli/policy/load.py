@@ -82,6 +82,30 @@ def load_model(
     return model.train()
 
 
+def load_shapes(section: ModelSection, *, folder: Path) -> Any:
+    """Make the model that a recipe names without its weights, from its configuration alone.
+
+    Args:
+        section: The recipe's `model:`. Its adapters are left out.
+        folder: The recipe's folder, which relative paths start from.
+
+    Returns:
+        A transformers causal language model on `meta`, in the precision that its weights will have.
+
+    Raises:
+        ModelError: If the configuration is not found, or is none of a causal language model.
+    """
+    location = prepared_location(section.name_or_path, folder)
+    with explained(section.name_or_path):
+        config = AutoConfig.from_pretrained(
+            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    dtype = getattr(config, "dtype", None) if section.dtype == "auto" else getattr(torch, section.dtype)
+    return model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
+
+
 def caps_attention(config: Any) -> bool:
     """Tell whether a model bounds its attention scores (Gemma 2): scaled-dot-product attention would silently leave that out."""
     return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))

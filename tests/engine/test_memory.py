@@ -35,7 +35,14 @@ def policy_of(model: Any) -> PolicyModel:
 
 def estimated(policy: PolicyModel, train: TrainSection | None = None, **changes: Any) -> MemoryEstimate:
     """The estimate for a small run."""
-    run = {"micro_batch_tokens": 100, "sequences": 8, "longest_prompt": 10, "with_reference": False, "spread": ALONE}
+    run = {
+        "micro_batch_tokens": 100,
+        "sequences": 8,
+        "longest_prompt": 10,
+        "with_reference": False,
+        "spread": ALONE,
+        "device": CPU,
+    }
     return estimate_memory(
         policy, **{"train": train or TrainSection(), "generation": GenerationSection(), **run, **changes}
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.distributed import Processes
@@ -17,8 +17,8 @@ from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
 from grpo_cli.errors import ModelError, Problem, RecipeError, TrainingError
-from grpo_cli.policy.load import explained, prepared_location
-from grpo_cli.recipe.schema import ModelSection, Recipe
+from grpo_cli.policy.load import load_shapes
+from grpo_cli.recipe.schema import Recipe
 
 SHARE_OF_MEMORY = 0.6
 """What weights, gradients and optimizer states may take of a process's memory, so that activations find room, too."""
@@ -78,11 +78,38 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
     memory = total_memory(processes.device)
     if memory is None:
         return "ddp", f"{processes.device} does not tell its memory"
-    memory //= processes.sharing_memory
     try:
-        needed = _bytes_of_a_copy(recipe, folder)
+        needed = copy_bytes(recipe, load_shapes(recipe.model, folder=folder))
     except ModelError as error:
         return "ddp", f"its size is not known beforehand ({error.message})"
+    return preferred_strategy(needed, memory // processes.sharing_memory, processes.count)
+
+
+def copy_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """Count the bytes of weights, gradients, optimizer states and reference.
+
+    Args:
+        recipe: The whole recipe.
+        model: It needs no weights, and has no adapters yet.
+    """
+    weights = sum(one.nbytes for one in model.parameters())
+    if recipe.model.lora is not None:  # what is trained is small, and the reference is in the policy
+        return weights
+    return weights * (4 if recipe.grpo.beta == 0 else 5)
+
+
+def preferred_strategy(needed: int, memory: int | None, processes: int) -> tuple[str, str]:
+    """Choose what leaves room for activations, and say why.
+
+    Args:
+        needed: Bytes of a copy of everything.
+        memory: Bytes that each process has; None: not known.
+        processes: How many there are.
+    """
+    if processes == 1:
+        return "ddp", "there is one process"
+    if memory is None:
+        return "ddp", "the memory of a process is not known"
     found = (
         f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has"
     )
@@ -95,14 +122,11 @@ def _in_parts(found: str) -> tuple[str, str]:
     Args:
         found: Why they have to be cut.
     """
-    if find_spec("deepspeed") is None:
-        if not KNOWS_UNUSED:
-            return (
-                "ddp",
-                f"neither DeepSpeed nor a newer PyTorch is installed, without which each process has a copy; {found}",
-            )
+    if find_spec("deepspeed") is not None:
+        return "deepspeed_zero3", found
+    if KNOWS_UNUSED:
         return "fsdp2", f"{found}, and DeepSpeed is not installed"
-    return "deepspeed_zero3", found
+    return "ddp", f"neither DeepSpeed nor a newer PyTorch is installed, without which each process has a copy; {found}"
 
 
 def _fully_sharded(recipe: Recipe, processes: Processes) -> FullySharded:
@@ -114,31 +138,6 @@ def _fully_sharded(recipe: Recipe, processes: Processes) -> FullySharded:
     return FullySharded(processes, bf16=recipe.train.bf16, offload=recipe.distributed.offload_params)
 
 
-def _bytes_of_a_copy(recipe: Recipe, folder: Path) -> int:
-    """Bytes of weights, gradients, optimizer states and reference, from the model's configuration alone."""
-    section = recipe.model
-    config = _config(section, folder)
-    with torch.device("meta"), explained(section.name_or_path):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
-    weights: int = _weights_dtype(section, config).itemsize * sum(one.numel() for one in model.parameters())
-    if section.lora is not None:  # what is trained is small, and the reference is in the policy
-        return weights
-    return weights * (4 if recipe.grpo.beta == 0 else 5)
-
-
-def _config(section: ModelSection, folder: Path) -> Any:
-    location = prepared_location(section.name_or_path, folder)
-    with explained(section.name_or_path):
-        return AutoConfig.from_pretrained(
-            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-
-
-def _weights_dtype(section: ModelSection, config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None) if section.dtype == "auto" else getattr(torch, section.dtype)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
 def deepspeed_settings(recipe: Recipe, stage: int, folder: Path) -> dict[str, Any]:
     """Make DeepSpeed's configuration of the recipe's."""
     section = recipe.distributed
@@ -148,7 +147,7 @@ def deepspeed_settings(recipe: Recipe, stage: int, folder: Path) -> dict[str, An
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if section.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    rounds = recipe.train.bf16 or _weights_dtype(recipe.model, _config(recipe.model, folder)) == torch.bfloat16
+    rounds = recipe.train.bf16 or next(load_shapes(recipe.model, folder=folder).parameters()).dtype == torch.bfloat16
     return {
         "steps_per_print": 2**62,
         **settings,

@@ -38,7 +38,8 @@ class FullySharded:
     in_step = True
 
     def __init__(self, processes: Processes, *, bf16: bool, offload: bool) -> None:
-        self.spread = spread_of("fsdp2", processes.count)
+        has_own_memory = processes.device.type != "cpu"
+        self.spread = spread_of("fsdp2", processes.count, offload_params=offload and has_own_memory)
         # The first process has the weights; the others only get their parts of them.
         self.loads_on = torch.device("cpu" if processes.is_main else "meta")
         self._processes = processes

@@ -17,6 +17,8 @@ class Spread:
         optimizer_parts: The same of the optimizer's states.
         optimizes_copies: Whether the optimizer moves float32 copies of the weights, in whose precision its states are.
         cuts_weights: Whether a parameter is not what it looks like between two calls of the policy, be it only one part.
+        offload_optimizer: Whether the optimizer's states are in main memory instead of the device's.
+        offload_params: Whether weights are, and with `fsdp2` gradients and the optimizer's states, too.
         live_elements: Weights that may be whole at once in a forward or backward; None: those of a layer or two.
     """
 
@@ -26,15 +28,26 @@ class Spread:
     optimizer_parts: int = 1
     optimizes_copies: bool = False
     cuts_weights: bool = False
+    offload_optimizer: bool = False
+    offload_params: bool = False
     live_elements: int | None = None
 
 
-def spread_of(name: str, processes: int, *, live_elements: int = LIVE_ELEMENTS) -> Spread:
+def spread_of(
+    name: str,
+    processes: int,
+    *,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+    live_elements: int = LIVE_ELEMENTS,
+) -> Spread:
     """Give what a strategy leaves in each process.
 
     Args:
         name: As `distributed.strategy` calls it; not `auto`.
         processes: How many there are.
+        offload_optimizer: What the recipe says, where the device has a memory of its own.
+        offload_params: The same.
         live_elements: With `deepspeed_zero3`, what its configuration says.
     """
     if name == "ddp":
@@ -47,5 +60,7 @@ def spread_of(name: str, processes: int, *, live_elements: int = LIVE_ELEMENTS) 
         optimizer_parts=processes,
         optimizes_copies=name != "fsdp2",
         cuts_weights=stage > 2,
+        offload_optimizer=offload_optimizer,
+        offload_params=offload_params,
         live_elements=live_elements if name == "deepspeed_zero3" else None,
     )

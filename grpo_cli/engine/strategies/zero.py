@@ -39,8 +39,14 @@ class Zero:
     in_step = True
 
     def __init__(self, processes: Processes, *, stage: int, settings: Mapping[str, Any]) -> None:
-        live = int(settings["zero_optimization"].get("stage3_max_live_parameters", LIVE_ELEMENTS))
-        self.spread = spread_of(f"deepspeed_zero{stage}", processes.count, live_elements=live)
+        zero, has_own_memory = settings["zero_optimization"], processes.device.type != "cpu"
+        self.spread = spread_of(
+            f"deepspeed_zero{stage}",
+            processes.count,
+            offload_optimizer=has_own_memory and "offload_optimizer" in zero,
+            offload_params=has_own_memory and "offload_param" in zero,
+            live_elements=int(zero.get("stage3_max_live_parameters", LIVE_ELEMENTS)),
+        )
         self.loads_on = processes.device
         self._processes = processes
         self._stage = stage

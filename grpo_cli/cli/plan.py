@@ -1,0 +1,71 @@
+"""`grpo plan`: what will this recipe need, and will it fit?"""
+
+from typing import Annotated
+
+import typer
+
+from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+
+
+def plan(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    *,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus", min=1, help="GPUs that train, over all nodes; those of a vLLM server are not among them."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", min=0.001, help="Memory of each in GB, as its data sheet says: 80.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-tflops", min=0.001, help="What each reaches in matrix products, in 1e12 operations a second."
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option("--gpu-bandwidth", min=0.001, help="What each reads from its memory, in 1e12 bytes a second."),
+    ] = None,
+) -> None:
+    """Work out what a run needs, without a GPU and without the model's weights: memory by component, work and bottleneck of a step.
+
+    Without --gpus and --gpu-memory the plan is for this machine. Where the recipe has no dataset.max_prompt_length, the dataset is read
+    for its longest prompt. The README says by which formulas.
+
+    \b
+    Examples:
+      grpo plan recipes/quickstart.yaml
+      grpo plan recipes/qwen2.5-72b.yaml --gpus 32 --gpu-memory 80
+      grpo plan recipes/math.yaml --gpus 8 --gpu-memory 80 train.gradient_checkpointing=true
+    """  # noqa: D301  \b keeps the lines apart
+    from datasets import disable_progress_bars
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from grpo_cli.planning.machine import planned_machine
+    from grpo_cli.planning.plan import longest_prompt, plan_model, remedies
+    from grpo_cli.planning.report import print_training_plan
+    from grpo_cli.policy.load import load_shapes
+    from grpo_cli.recipe.load import load_recipe
+
+    disable_progress_bars()
+    logging.disable_progress_bar()
+    loaded = load_recipe(recipe, overrides or [])
+    machine = planned_machine(gpus=gpus, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
+    shapes, longest = (
+        load_shapes(loaded.recipe.model, folder=loaded.folder),
+        longest_prompt(loaded.recipe, loaded.folder),
+    )
+    found = plan_model(loaded.recipe, shapes, longest, machine)
+    is_too_large = machine.memory is not None and found.memory.total > machine.memory
+    print_training_plan(
+        Console(),
+        found,
+        model=loaded.recipe.model.name_or_path,
+        machine=machine,
+        remedies=remedies(loaded.recipe, shapes, longest, machine) if is_too_large else (),
+    )
