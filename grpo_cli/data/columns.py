@@ -1,7 +1,7 @@
 """Columns of a dataset: their names, `columns:` mapping, and names that rewards need for themselves."""
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from datasets import Dataset, IterableDataset
 
@@ -28,6 +28,11 @@ def column_names(rows: Dataset | IterableDataset) -> list[str]:
             raise DataError("dataset: it has no rows")
         names = first.keys()
     return list(names)
+
+
+def as_rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Turn what a dataset gives for several rows, a list for each column, into rows."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def rename_columns(rows: _RowsT, columns: Mapping[str, str]) -> _RowsT:

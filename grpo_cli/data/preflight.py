@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from grpo_cli.data.columns import check_columns, column_names
+from grpo_cli.data.columns import as_rows, check_columns, column_names
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
 from grpo_cli.errors import DataError
 from grpo_cli.types import Prompt
@@ -178,7 +178,7 @@ def preflight_stream(rows: IterableDataset, builder: PromptBuilder, *, sample: i
 
 def _row_batches(rows: Dataset) -> Iterator[list[dict[str, Any]]]:
     for columns in rows.iter(batch_size=_BATCH_ROWS):
-        yield [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        yield as_rows(columns)
 
 
 def _rejection_texts(rejected: Mapping[str, Rejections]) -> list[str]:

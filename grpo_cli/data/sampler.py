@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
+from grpo_cli.data.columns import as_rows
 from grpo_cli.data.fingerprint import check_same_dataset, digest
 from grpo_cli.data.preflight import Preflight
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
@@ -69,12 +71,12 @@ class PromptSampler:
     def __init__(self, rows: Dataset, builder: PromptBuilder, found: Preflight, *, seed: int, shuffle: bool) -> None:
         self._rows = rows
         self._builder = builder
-        self._kept = torch.tensor(found.kept, dtype=torch.int64)
+        self._kept = found.kept
         self._rejected = {reason: one.count for reason, one in found.rejected.items()}
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = 0
-        self._order_of: tuple[int, list[int]] = (-1, [])
+        self._order_of: tuple[int, range | Tensor] = (-1, range(0))
 
     @property
     def rows_per_epoch(self) -> int:
@@ -93,7 +95,12 @@ class PromptSampler:
 
     def take(self, count: int) -> list[Prompt]:
         """Draw the next prompts, across the end of an epoch if need be."""
-        prompts = [self._build(*divmod(place, len(self._kept))) for place in range(self._drawn, self._drawn + count)]
+        places = [divmod(place, len(self._kept)) for place in range(self._drawn, self._drawn + count)]
+        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in places]
+        # Read and tokenized together, which is several times faster than one by one.
+        rows = as_rows(self._rows[[row for _, row in draws]])
+        encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])
+        prompts = [self._limited(one, row) for one, (_, row) in zip(encoded, draws, strict=True)]
         self._drawn += count
         return prompts
 
@@ -110,9 +117,9 @@ class PromptSampler:
         check_same_dataset(state["fingerprint"], self._fingerprint())
         self._drawn = state["drawn"]
 
-    def _build(self, epoch: int, place: int) -> Prompt:
-        row = self._order(epoch)[place]
-        outcome = self._builder.build(self._rows[row], prompt_id(epoch, row))
+    def _limited(self, encoded: Prompt | Rejected, row: int) -> Prompt:
+        """Apply the length policy. A row in the order gave a prompt before."""
+        outcome = encoded if isinstance(encoded, Rejected) else self._builder.limit(encoded)
         if isinstance(outcome, Rejected):
             raise DataError(
                 f"dataset: row {row} gave a prompt when all rows were read, and now {outcome.reason}",
@@ -120,14 +127,19 @@ class PromptSampler:
             )
         return outcome
 
-    def _order(self, epoch: int) -> list[int]:
-        """Order the usable rows for an epoch; the latest order is kept."""
+    def _order(self, epoch: int) -> range | Tensor:
+        """Order the usable rows, as numbers among them, for an epoch; the latest order is kept.
+
+        It is the one thing here that grows with the dataset: 4 bytes a row.
+        """
         if self._order_of[0] != epoch:
-            order = self._kept
+            size = len(self._kept)
+            order: range | Tensor = range(size)
             if self._shuffle:
                 generator = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
-                order = order[torch.randperm(len(order), generator=generator)]
-            self._order_of = (epoch, order.tolist())
+                dtype = torch.int32 if size < 2**31 else torch.int64  # the same order
+                order = torch.randperm(size, generator=generator, dtype=dtype)
+            self._order_of = (epoch, order)
         return self._order_of[1]
 
     def _fingerprint(self) -> dict[str, Any]:

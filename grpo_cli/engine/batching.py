@@ -1,6 +1,6 @@
 """Groups become micro-batches under a token budget. The split changes speed and memory, never the gradient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -202,34 +202,36 @@ def only_logps(logps: PolicyLogps, indices: Sequence[int]) -> PolicyLogps:
 
 
 def by_completion(
-    flat: torch.Tensor, groups: Sequence[TrainingGroup], indices: Sequence[Sequence[int]]
+    flat: torch.Tensor, groups: Sequence[TrainingGroup], indices: Mapping[int, Sequence[int]]
 ) -> list[tuple[torch.Tensor, ...]]:
     """Cut the log-probabilities of some completions of each group apart, with zeros in the places of the others.
 
     Args:
         flat: float [C], the tokens of those completions, one after another.
         groups: All completions.
-        indices: Which of each group were computed.
+        indices: By the number of a group, which of it were computed.
 
     Returns:
         Per group G tensors [L].
     """
-    lengths = [
-        len(group.completion_ids[index]) for group, computed in zip(groups, indices, strict=True) for index in computed
-    ]
+    lengths = [len(groups[number].completion_ids[index]) for number, computed in indices.items() for index in computed]
     parts = iter(torch.split(flat, lengths))
     return [
         tuple(
-            next(parts) if index in computed else torch.zeros(len(ids))
+            next(parts) if index in indices.get(number, ()) else torch.zeros(len(ids))
             for index, ids in enumerate(group.completion_ids)
         )
-        for group, computed in zip(groups, indices, strict=True)
+        for number, group in enumerate(groups)
     ]
 
 
-def sequence_tokens(groups: Sequence[TrainingGroup]) -> int:
-    """Count the tokens that go through the model, prompts once for each completion."""
-    return sum(len(group.prompt_ids) + len(ids) - 1 for group in groups for ids in group.completion_ids)
+def sequence_tokens(groups: Sequence[TrainingGroup], indices: Sequence[Sequence[int]]) -> int:
+    """Count the tokens of some completions of each group that go through the model, prompts once for each completion."""
+    return sum(
+        len(group.prompt_ids) + len(group.completion_ids[index]) - 1
+        for group, chosen in zip(groups, indices, strict=True)
+        for index in chosen
+    )
 
 
 def step_totals(groups: Sequence[TrainingGroup]) -> StepTotals:

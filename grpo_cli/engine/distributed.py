@@ -172,16 +172,23 @@ class Processes:
         if self.count == 1:
             return [message]
         lengths = self.sum(_one_hot(self.rank, len(message), self.count)).tolist()
-        longest = max(lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(message)] = _bytes_tensor(message)
-        everyones = [torch.empty_like(mine) for _ in lengths]
-        self._exchange(torch.distributed.all_gather, everyones, mine, group=self._group)
-        return [one[:length].numpy().tobytes() for one, length in zip(everyones, lengths, strict=True)]
+        # Each adds its own to zeros. `all_gather` would have every message be as long as the longest, and often only one is long.
+        joined = torch.zeros(sum(lengths), dtype=torch.uint8)
+        start = sum(lengths[: self.rank])
+        joined[start : start + len(message)] = _bytes_tensor(message)
+        everyones = torch.split(self.sum(joined), lengths)
+        return [one.numpy().tobytes() for one in everyones]
 
     def from_main(self, message: bytes | None) -> bytes:
-        """Give the main process's message; the others have none."""
-        return self.gather(b"" if message is None else message)[0]
+        """Give the main process's message; what the others have is not looked at."""
+        if self.count == 1:
+            return message or b""
+        own = (message or b"") if self.is_main else b""
+        length = torch.tensor([len(own)])
+        self._exchange(torch.distributed.broadcast, length, src=0, group=self._group)
+        told = _bytes_tensor(own) if self.is_main else torch.zeros(int(length.item()), dtype=torch.uint8)
+        self._exchange(torch.distributed.broadcast, told, src=0, group=self._group)
+        return told.numpy().tobytes()
 
     def _exchange(self, collective: Any, *arguments: Any, **options: Any) -> None:
         """Run a collective, in which a process that has ended shows as an error of the transport."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -168,19 +169,20 @@ def _message(groups: Sequence[Sequence[Completion]]) -> bytes:
 
 def _completions(message: bytes) -> list[tuple[Completion, ...]]:
     tensors, told = unpacked(message)
-    ids, logps = (torch.split(tensors[name], told["lengths"]) for name in ("ids", "logps"))
-    rest = zip(ids, logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
+    ids = iter(tensors["ids"].tolist())
+    logps = torch.split(tensors["logps"], told["lengths"])
+    rest = zip(logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
     return [
         tuple(
             Completion(
                 index=index,
-                ids=tuple(tokens.tolist()),
+                ids=tuple(islice(ids, len(values))),
                 logps=values,
                 text=text,
                 finish_reason=FinishReason(reason),
                 policy_version=PolicyVersion(version),
             )
-            for index, (tokens, values, text, reason, version) in zip(range(size), rest, strict=False)
+            for index, (values, text, reason, version) in zip(range(size), rest, strict=False)
         )
         for size in told["sizes"]
     ]

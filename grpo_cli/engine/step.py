@@ -15,13 +15,12 @@ from grpo_cli.engine.batching import (
     active_completions,
     micro_batch_size,
     micro_batches,
-    only,
     only_logps,
     sequence_tokens,
     step_totals,
 )
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.shares import Share, everyones, shares
+from grpo_cli.engine.shares import Share, everyones, share_of
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
@@ -258,13 +257,13 @@ class GradientPass:
         return self.budget.guard(tokens=tokens, completions=batch.tokens.advantages.numel())
 
     def _share(self, groups: Sequence[TrainingGroup], active: Sequence[Sequence[int]]) -> Share:
-        parts = shares(groups, active, count=self.processes.count, shares_prefix=self.shares_prefix)
-        return parts[self.processes.rank]
+        processes = self.processes
+        return share_of(processes.rank, groups, active, count=processes.count, shares_prefix=self.shares_prefix)
 
     def _batches(self, share: Share, logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
         return micro_batches(
             share.computed_groups(),
-            [only_logps(entry, indices) for entry, indices in zip(logps, share.computed, strict=True)],
+            [only_logps(logps[number], indices) for number, indices in share.computed.items()],
             micro_batch_tokens=self.budget.tokens,
             shares_prefix=self.shares_prefix,
             # The load-balancing loss of a part needs the router logits of its prompt.
@@ -275,12 +274,11 @@ class GradientPass:
     def _totals(self, policy: nn.Module, share: Share, active: Sequence[Sequence[int]]) -> StepTotals:
         """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
         groups = share.groups
-        computed = [only(group, indices) for group, indices in zip(groups, active, strict=True)]
         totals = replace(
             step_totals(groups),
             local_tokens=step_totals(share.owned_groups()).completion_tokens,
             processes=self.processes.count,
-            router_tokens=sequence_tokens(computed),
+            router_tokens=sequence_tokens(groups, active),
         )
         if self.settings.top_entropy_quantile >= 1.0 or not any(active):
             return totals
@@ -291,9 +289,9 @@ class GradientPass:
         )
         in_loss = torch.cat(
             [
-                torch.full((len(ids),), kept)
-                for group in computed
-                for ids, kept in zip(group.completion_ids, group.in_loss, strict=True)
+                torch.full((len(group.completion_ids[index]),), group.in_loss[index])
+                for group, indices in zip(groups, active, strict=True)
+                for index in indices
             ]
         )
         threshold = entropy_threshold(entropies, in_loss, self.settings.top_entropy_quantile)

@@ -78,7 +78,7 @@ def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings) -> tuple[
     normalize_first = settings.multi_objective_aggregation == MultiObjectiveAggregation.NORMALIZE_THEN_SUM
     scores = [_normalized(group.double()) if normalize_first else group.double() for group in rewards]
     # normalize_then_sum: the sum of normalised rewards has mean 0 in each group already, so centring it is only a guard.
-    sums = [_weighted_sum(group, settings.weights) for group in scores]
+    sums = _weighted_sums(scores, settings.weights)
     deviations = [_deviation(total, size) for total, size in sums]
     if normalize_first or settings.scale_rewards == ScaleRewards.BATCH:
         scale = _std(torch.cat([total for total, _ in sums])) + EPSILON
@@ -115,10 +115,10 @@ def reward_metrics(rewards: Sequence[Tensor], names: Sequence[str], settings: Ad
     for name, column in zip(names, columns, strict=True):
         metrics[f"reward/{name}/mean"] = _mean_metric(column)
         metrics[f"reward/{name}/std"] = _std_metric(column)
-    sums = [_weighted_sum(group.double(), settings.weights) for group in rewards]
+    sums = _weighted_sums([group.double() for group in rewards], settings.weights)
     totals = torch.cat([torch.empty(0, dtype=torch.float64), *(total for total, _ in sums)])
     flat = [
-        bool((_deviation(total, size).nan_to_num(nan=0.0) == 0).all()) for total, size in sums if _scored(total).numel()
+        _is_flat(scored, size) for scored, size in ((_scored(total), size) for total, size in sums) if scored.numel()
     ]
     metrics["reward"] = _mean_metric(totals)
     metrics["reward_std"] = _std_metric(totals)
@@ -140,19 +140,33 @@ def _normalized(group: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def _weighted_sum(group: Tensor, weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Sum [G, F] to [G], NaN where nothing applies; and the size of the largest sum without cancellation, a scalar."""
-    weighted = group * torch.tensor(weights, dtype=group.dtype, device=group.device)
-    total = weighted.nansum(dim=1).masked_fill(group.isnan().all(dim=1), torch.nan)
-    return total, weighted.abs().nansum(dim=1).max()
+def _weighted_sums(groups: Sequence[Tensor], weights: tuple[float, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Sum each [G, F] to [G], NaN where nothing applies; and the size of its largest sum without cancellation, a scalar.
+
+    All groups of the step in one go: there are thousands of them with many processes.
+    """
+    rewards = torch.cat([torch.empty(0, len(weights), dtype=torch.float64), *groups])
+    weighted = rewards * torch.tensor(weights, dtype=torch.float64)
+    totals = weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    sizes = weighted.abs().nansum(dim=1)
+    lengths = [len(group) for group in groups]
+    return [
+        (total, size.max())
+        for total, size in zip(torch.split(totals, lengths), torch.split(sizes, lengths), strict=True)
+    ]
 
 
 def _deviation(values: Tensor, size: Tensor) -> Tensor:
     """Distance of values [G] from their mean, NaN kept; exactly 0 if all are equal to rounding of numbers of the given size."""
     scored = _scored(values)
-    if scored.numel() == 0 or scored.max() - scored.min() <= _ROUNDING * size:
+    if scored.numel() == 0 or _is_flat(scored, size):
         return torch.where(values.isnan(), values, torch.zeros_like(values))
     return values - scored.mean()
+
+
+def _is_flat(scored: Tensor, size: Tensor) -> bool:
+    """Tell whether values are all equal to rounding of numbers of the given size."""
+    return bool(scored.max() - scored.min() <= _ROUNDING * size)
 
 
 def _scored(values: Tensor) -> Tensor:

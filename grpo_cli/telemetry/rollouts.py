@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from grpo_cli.metrics import Max, Mean, MetricValue, Min, merge
+from grpo_cli.metrics import Max, Mean, MetricValue, Min
 from grpo_cli.types import Completion, FinishReason, ScoredGroup
 
 
@@ -28,13 +28,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, MetricValue]:
 
 def _lengths(name: str, completions: Iterable[Completion]) -> dict[str, MetricValue]:
     """Mean, least and greatest number of tokens."""
-    nothing: dict[str, MetricValue] = {
-        f"completions/mean_{name}": Mean(0, 0),
-        f"completions/min_{name}": Min(float("inf")),
-        f"completions/max_{name}": Max(float("-inf")),
+    lengths = [len(completion.ids) for completion in completions]
+    return {
+        f"completions/mean_{name}": Mean(sum(lengths), len(lengths)),
+        f"completions/min_{name}": Min(min(lengths, default=float("inf"))),
+        f"completions/max_{name}": Max(max(lengths, default=float("-inf"))),
     }
-    each: list[dict[str, MetricValue]] = [
-        dict(zip(nothing, (Mean(length, 1), Min(length), Max(length)), strict=True))
-        for length in (len(completion.ids) for completion in completions)
-    ]
-    return merge([nothing, *each])

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = (
-    *("scripts/quickstart", "scripts/test", "scripts/check", "scripts/bench/run", ".ci/run"),
+    *("scripts/quickstart", "scripts/test", "scripts/check", ".ci/run"),
+    *("scripts/bench/run", "scripts/bench/rollout", "scripts/bench/scale"),
     *("scripts/slurm/one_node.sbatch", "scripts/slurm/many_nodes.sbatch"),
 )
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.engine.shares import shares
+from grpo_cli.engine.shares import share_of
 from grpo_cli.types import PolicyVersion, PromptId, TrainingGroup
 
 
@@ -54,13 +54,13 @@ def test_the_dearest_share_is_as_cheap_as_any_cut_allows(
         )
         for one in groups
     ]
-    found = shares(groups, active, count=count, shares_prefix=shares_prefix)
-    assert len(found) == count
+    found = [share_of(rank, groups, active, count=count, shares_prefix=shares_prefix) for rank in range(count)]
     for number, one in enumerate(groups):
-        owned = [index for share in found for index in share.owned[number]]
+        owned = [index for share in found for index in share.owned.get(number, ())]
         assert owned == list(range(len(one.completion_ids))), "each once, in order"
-        assert [index for share in found for index in share.computed[number]] == active[number]
-    dearest = max(cost(groups, list(map(list, share.computed)), shares_prefix=shares_prefix) for share in found)
+        assert [index for share in found for index in share.computed.get(number, ())] == active[number]
+    computed = [[list(share.computed.get(number, ())) for number in range(len(groups))] for share in found]
+    dearest = max(cost(groups, indices, shares_prefix=shares_prefix) for indices in computed)
     places = [(number, index) for number, indices in enumerate(active) for index in indices]
     best = min(
         max(
