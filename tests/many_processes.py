@@ -73,7 +73,9 @@ def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str =
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def train_in_forked(warm: WarmStart, count: int, jobs: Sequence[Job], *, afterwards: str = "") -> None:
+def train_in_forked(
+    warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
+) -> None:
     """Do some runs, all of which succeed, in processes that are told of each other as torchrun tells them. See `launch`."""
     told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -82,7 +84,7 @@ def train_in_forked(warm: WarmStart, count: int, jobs: Sequence[Job], *, afterwa
         warm.start(
             told,
             environment={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            program=PROGRAM + afterwards,
+            program=before + PROGRAM + afterwards,
         )
         for rank in range(count)
     ]

@@ -31,10 +31,10 @@ def plan(
         typer.Option("--gpu-bandwidth", min=0.001, help="What each reads from its memory, in 1e12 bytes a second."),
     ] = None,
 ) -> None:
-    """Work out what a run needs, without a GPU and without the model's weights: memory by component, work and bottleneck of a step.
+    """Work out what a run needs, without GPUs and weights: memory by component, work and bottleneck of a step.
 
-    Without --gpus and --gpu-memory the plan is for this machine. Where the recipe has no dataset.max_prompt_length, the dataset is read
-    for its longest prompt. The README says by which formulas.
+    Without --gpus and --gpu-memory the plan is for this machine. Without dataset.max_prompt_length the dataset is read. The README has
+    the formulas.
 
     \b
     Examples:
@@ -61,11 +61,5 @@ def plan(
         longest_prompt(loaded.recipe, loaded.folder),
     )
     found = plan_model(loaded.recipe, shapes, longest, machine)
-    is_too_large = machine.memory is not None and found.memory.total > machine.memory
-    print_training_plan(
-        Console(),
-        found,
-        model=loaded.recipe.model.name_or_path,
-        machine=machine,
-        remedies=remedies(loaded.recipe, shapes, longest, machine) if is_too_large else (),
-    )
+    helpful = remedies(loaded.recipe, shapes, longest, machine) if found.is_too_large(machine) else ()
+    print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine, remedies=helpful)

@@ -5,7 +5,7 @@ for 20 %, where the C library gives what is free back at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from grpo_cli.device_memory import free_memory
 from grpo_cli.engine.activations import Precision, activation_bytes, kept_bytes, precision_of
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.spread import Spread
+from grpo_cli.onednn import is_faster
 from grpo_cli.policy.checkpointing import Checkpointing, possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_ACCELERATORS
@@ -53,9 +54,10 @@ class MemoryEstimate:
         rounded: Copies of the weights in bfloat16, which autocast keeps until the backward.
         activations: What the backward keeps of a micro-batch.
         head: Logits and gradients of embedding and head, as far as they come on top.
-        sampled: All weights, while the built-in engine samples with a policy that is in parts.
+        sampled: Copies of weights while the built-in engine samples: all of a policy that is in parts, and those in oneDNN's order.
         cache: Keys and values of the built-in engine.
         vllm: What vLLM takes.
+        keeps_gradients: Whether room for gradients is held between two steps, too.
     """
 
     weights: int
@@ -69,13 +71,20 @@ class MemoryEstimate:
     sampled: int
     cache: int | None
     vllm: int
+    keeps_gradients: bool = False
+
+    @property
+    def parts(self) -> dict[str, int | None]:
+        """All numbers by name."""
+        return {name: value for name, value in asdict(self).items() if name != "keeps_gradients"}
 
     @property
     def total(self) -> int:
         """The sum of what is known; sampling and the backward take turns, so the larger one counts."""
-        kept = self.weights + self.gradients + self.optimizer + self.reference + self.vllm
-        training = self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
-        return kept + max(training, self.sampled + (self.cache or 0))
+        kept = self.weights + self.optimizer + self.reference + self.vllm
+        training = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
+        sampling = self.sampled + (self.cache or 0) + (self.gradients if self.keeps_gradients else 0)
+        return kept + max(training, sampling)
 
 
 def estimate_memory(
@@ -119,9 +128,10 @@ def estimate_memory(
         rounded=_rounded(policy, train, spread),
         activations=_activations(policy, tokens, train, spread),
         head=_head(policy, tokens, train, spread, device),
-        sampled=_in_use(policy, whole, train) if vllm is None and spread.weight_parts > 1 else 0,
+        sampled=_sampled(policy, train, spread, device) if vllm is None else 0,
         cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
         vllm=vllm or 0,
+        keeps_gradients=spread.optimizes_copies,  # DeepSpeed does
     )
 
 
@@ -244,8 +254,18 @@ def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
         elements = sum(whole_shape(one).numel() for one in policy.parameters())
         live = min(spread.live_elements, elements) * next(policy.parameters()).element_size()
         return _in_use(policy, max(live, outside + largest), train) + _in_use(policy, largest, train)
-    # Outside and a layer with their gradients; the next layer, which comes early; and a layer's gradients on their way, in float32.
-    return _in_use(policy, 2 * (outside + largest) + largest, train) + _float32(policy, max(outside, largest))
+    # Outside and a layer with their gradients; the next layer, which comes early; what comes, as it came; and a layer's gradients on their
+    # way, in float32.
+    return _in_use(policy, 2 * (outside + largest) + 3 * largest, train) + _float32(policy, max(outside, largest))
+
+
+def _sampled(policy: PolicyModel, train: TrainSection, spread: Spread, device: torch.device) -> int:
+    """Bytes of what the built-in engine has of the weights while it samples."""
+    whole = _in_use(policy, sum(map(whole_bytes, policy.parameters())), train) if spread.weight_parts > 1 else 0
+    if device.type != "cpu" or _precision(policy, train) != "float32" or not is_faster():
+        return whole
+    in_layers = (one for layer in layers_of(policy) for one in layer.parameters())
+    return whole + sum(whole_bytes(one) for one in in_layers if len(whole_shape(one)) == 2)
 
 
 def _float32(policy: PolicyModel, size: int) -> int:

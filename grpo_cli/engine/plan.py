@@ -32,7 +32,6 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         with_reference=stages.reference is not None and stages.reference.policy is not policy,
         vllm=_vllm_bytes(inputs, policy),
     )
-    parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__}
     dtype = dtype_name(model)
     rows = stages.prompts.rows_per_epoch
     prompts = inputs.length.total_steps * recipe.train.prompts_per_step // recipe.grpo.num_iterations
@@ -60,7 +59,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         max_completion_length=recipe.generation.max_completion_length,
         micro_batch_tokens=budget.tokens,
         automatic_micro_batches=budget.automatic,
-        memory=parts,
+        memory=memory.parts,
         memory_peak=memory.total,
         memory_available=total_memory(stages.processes.device),
         output_dir=_short(inputs.output_dir),

@@ -57,6 +57,10 @@ class TrainingPlan:
         longest = max(self.seconds, key=lambda part: self.seconds[part])
         return longest, self.seconds[longest] / sum(self.seconds.values())
 
+    def is_too_large(self, machine: Machine) -> bool:
+        """Tell whether a process would need more than it has, as far as that is known."""
+        return machine.memory is not None and self.memory.total > machine.memory
+
 
 def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> TrainingPlan:
     """Work out what a recipe needs on a machine.
@@ -92,17 +96,13 @@ def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine) -> Tr
         offload_optimizer=recipe.distributed.offload_optimizer and machine.device.type != "cpu",
         offload_params=recipe.distributed.offload_params and machine.device.type != "cpu",
     )
-    model = copy.deepcopy(model)
-    if recipe.model.lora is not None:
-        attach_adapters(model, recipe.model.lora)
-    sampling = Sampling(stop_ids=(), max_tokens=recipe.generation.max_completion_length)
-    policy = PolicyModel(model, sampling=sampling)
+    policy = _policy(recipe, model)
     vllm = _vllm_bytes(recipe, policy, machine)
     budget = recipe.train.micro_batch_tokens
     if budget is None:
         budget = _budget(recipe, policy, spread, machine, vllm or 0)
     work = step_work(recipe, longest_prompt=longest, micro_batch_tokens=budget, processes=machine.processes)
-    checkpointing = possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=spread.cuts_weights)
+    checkpointing = possible_checkpointing(policy.model, recipe.train.gradient_checkpointing, cut=spread.cuts_weights)
     return TrainingPlan(
         parameters=sum(one.numel() for one in policy.parameters()),
         trained_parameters=sum(one.numel() for one in policy.parameters() if one.requires_grad),
@@ -127,13 +127,21 @@ def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine) -> Tr
         seconds=step_seconds(
             recipe,
             work,
-            Model.of(model),
+            Model.of(policy.model),
             machine=machine,
             spread=spread,
             longest_prompt=longest,
             checkpointing=checkpointing,
         ),
     )
+
+
+def _policy(recipe: Recipe, model: Any) -> PolicyModel:
+    """Make the policy of a model without weights, with adapters if the recipe asks for them."""
+    model = copy.deepcopy(model)
+    if recipe.model.lora is not None:
+        attach_adapters(model, recipe.model.lora)
+    return PolicyModel(model, sampling=Sampling(stop_ids=(), max_tokens=recipe.generation.max_completion_length))
 
 
 def longest_prompt(recipe: Recipe, folder: Path) -> int:

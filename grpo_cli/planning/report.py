@@ -18,7 +18,7 @@ WHAT = {
     "rounded": "copies of float32 weights in bfloat16 (train.bf16), until the backward",
     "activations": "what the backward keeps of a micro-batch",
     "head": "a chunk of logits, and gradients of head and embedding, as far as they come on top",
-    "sampled": "all weights, while the built-in engine samples",
+    "sampled": "copies of weights while the built-in engine samples: all that are in parts, and those in oneDNN's order",
     "cache": "keys and values of the built-in engine",
     "vllm": "vLLM's share (vllm.gpu_memory_utilization)",
 }
@@ -66,8 +66,9 @@ def _memory_table(plan: TrainingPlan) -> Table:
     table.add_column("component")
     table.add_column("size", justify="right")
     table.add_column("what it is")
+    parts = plan.memory.parts
     for name, what in WHAT.items():
-        value = getattr(plan.memory, name)
+        value = parts[name]
         if value != 0:
             table.add_row(name, "not known" if value is None else size(value), what)
     table.add_section()
@@ -82,8 +83,8 @@ def _verdict(plan: TrainingPlan, machine: Machine, remedies: Sequence[Remedy]) -
         return f"needs {size(total)}"
     if total <= memory:
         return f"fits: {size(total)} of {size(memory)}"
-    parts = {name: getattr(plan.memory, name) or 0 for name in WHAT}
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    parts = plan.memory.parts
+    largest = sorted(parts, key=lambda name: -(parts[name] or 0))[:2]
     lines = [
         f"does not fit: {size(total)} of {size(memory)}; the largest parts are {' and '.join(largest)}",
         *(f"  fits with {one.change}: {size(one.total)}" for one in remedies),

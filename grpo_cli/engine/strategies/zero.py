@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.sharding import whole_bytes, whole_shape
 
-BUCKET_BYTES = 256 << 20
-"""Weights that are whole in every process at once while they are streamed."""
+BUCKET_BYTES = 64 << 20
+"""Weights that are brought together at once, which takes the room for them twice."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
@@ -116,8 +116,12 @@ class Zero:
 
     @contextmanager
     def _gathered(self, policy: PolicyModel) -> Iterator[None]:
-        # The hooks would take the weights of each module apart after its first call, all the same.
-        with self._deepspeed.zero.GatheredParameters(list(policy.parameters())), without_hooks(policy):
+        with ExitStack() as stack:
+            # One after another: what comes together at once is there twice while it comes.
+            for bucket in _buckets(policy.named_parameters()):
+                stack.enter_context(self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]))
+            # The hooks would take the weights of each module apart after its first call, all the same.
+            stack.enter_context(without_hooks(policy))
             yield
 
     def own_parts(self, policy: PolicyModel) -> Iterator[Tensor]:
