@@ -57,6 +57,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Any)
 @settings(
     max_examples=1,
     deadline=None,
+    derandomize=True,  # after another order of sums a token in a million is another, which a test may not meet by chance
     phases=[Phase.generate],  # others would take minutes, and what failed is printed
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
