@@ -225,7 +225,7 @@ def _build_weight_sync(
 @contextmanager
 def _sampling_with_the_policy(inputs: Inputs, policy: PolicyModel) -> Iterator[None]:
     """Let an engine without weights of its own use the policy's, all of them and in this run's precision."""
-    with inputs.strategy.whole(policy), inputs.processes.autocast():
+    with inputs.strategy.whole(policy), inputs.processes.autocast(keeps_weights=True):
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from grpo_cli.errors import LostProcessError, TrainingError
@@ -46,7 +47,9 @@ class Processes:
         on_cpu = launched > 1 and not torch.accelerator.is_available()
         keep_deepspeed_quiet()
         # Without `cpu=True` Accelerate would let processes without accelerators train each on its own, and say nothing.
-        self._accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=on_cpu)
+        self._accelerator = Accelerator(
+            mixed_precision="bf16" if bf16 else "no", cpu=on_cpu, kwargs_handlers=[AutocastKwargs(cache_enabled=False)]
+        )
         self.count: int = self._accelerator.num_processes
         self.rank: int = self._accelerator.process_index
         if self.count != launched:
@@ -111,9 +114,14 @@ class Processes:
         return computing
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Compute in this run's precision, for models that are called without their wrapper."""
-        with self._accelerator.autocast():
+    def autocast(self, *, keeps_weights: bool = False) -> Iterator[None]:
+        """Compute in this run's precision, for models that are called without their wrapper.
+
+        Args:
+            keeps_weights: Whether rounded weights are kept to the end, which many short calls gain from. A call with a backward must not:
+                a layer that is computed again would round them again, and checkpointing takes that for another computation.
+        """
+        with self._accelerator.autocast(AutocastKwargs(cache_enabled=keeps_weights)):
             yield
 
     def sum(self, values: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class MemoryEstimate:
         optimizer: Its part of the moments, and of the copies that the optimizer moves.
         reference: Its part of a second model's weights.
         gathered: Weights, and gradients of them, that are whole while a forward or backward uses them.
-        rounded: Copies of the weights in bfloat16, which autocast keeps until the backward.
+        rounded: Copies of the weights in bfloat16, which autocast makes and the backward reads where no layer is computed again.
         activations: What the backward keeps of a micro-batch.
         head: Logits and gradients of embedding and head, as far as they come on top.
         sampled: Copies of weights while the built-in engine samples: all of a policy that is in parts, and those in oneDNN's order.
@@ -274,9 +274,12 @@ def _float32(policy: PolicyModel, size: int) -> int:
 
 
 def _rounded(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
-    """Bytes of the copies that autocast makes of trained float32 matrices: DeepSpeed and FSDP have rounded them already."""
-    weights_are_rounded = spread.optimizes_copies or spread.cuts_weights
-    if _precision(policy, train) != "autocast" or weights_are_rounded:
+    """Bytes of the copies that autocast makes of trained float32 matrices, which the backward of a layer that is not computed again reads.
+
+    DeepSpeed and FSDP have rounded them already.
+    """
+    are_rounded = spread.optimizes_copies or spread.cuts_weights
+    if _precision(policy, train) != "autocast" or are_rounded or _checkpointing(policy, train, spread) is not False:
         return 0
     return 2 * sum(whole_shape(one).numel() for one in _trained(policy) if len(whole_shape(one)) > 1)
 

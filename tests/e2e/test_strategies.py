@@ -131,6 +131,21 @@ def test_weights_that_rest_in_main_memory_train_as_others(experiment: Experiment
         assert all(torch.equal(value, expected[key]) for key, value in weights(experiment.output(name)).items())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    # DeepSpeed's float32 copies are in the checkpoints.
+    [("ddp", torch.float32), ("fsdp2", torch.float32), ("deepspeed_zero3", torch.bfloat16)],
+)
+def test_bfloat16_samples_and_trains_alike(experiment: Experiment, strategy: str, kind: torch.dtype) -> None:
+    """Groups go through the model in parts here, within one autocast."""
+    output = experiment.output(f"bf16 {strategy}")
+    changes = {"train.bf16": True, "train.max_steps": 2, **settings(strategy), "train.output_dir": output}
+    train_in(1 if strategy == "ddp" else 2, [(experiment.recipe, changes, None)], experiment.folder)
+    assert {value.dtype for value in weights(output).values()} == {kind}
+    difference = records(output)[0]["sampling/logp_difference/max"]
+    assert 1e-5 < difference < 0.5  # two bfloat16 forwards round differently, and float32 ones would agree better
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(experiment: Experiment, family: str) -> None:
     """Whose reference is the policy without them: a forward of it must not freeze them."""
