@@ -60,6 +60,7 @@ def plan(
         load_shapes(loaded.recipe.model, folder=loaded.folder),
         longest_prompt(loaded.recipe, loaded.folder),
     )
-    found = plan_model(loaded.recipe, shapes, longest, machine)
-    helpful = remedies(loaded.recipe, shapes, longest, machine) if found.is_too_large(machine) else ()
+    found = plan_model(loaded.recipe, shapes, longest, machine, folder=loaded.folder)
+    found_wanting = found.is_too_large(machine)
+    helpful = remedies(loaded.recipe, shapes, longest, machine, folder=loaded.folder) if found_wanting else ()
     print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine, remedies=helpful)

@@ -42,6 +42,31 @@ LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a run asks of one process.
+
+    Attributes:
+        micro_batch_tokens: Most tokens in one forward.
+        trained_sequences: Completions of one optimizer step.
+        sampled_sequences: Completions of one generation.
+        longest_prompt: Tokens of the longest prompt.
+        with_reference: Whether there is a second model.
+        vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
+        vllm_sleeps: Whether it gives them back while the policy is trained.
+        most_cached_tokens: Bound of that cache; None: not known.
+    """
+
+    micro_batch_tokens: int
+    trained_sequences: int
+    sampled_sequences: int
+    longest_prompt: int
+    with_reference: bool
+    vllm: int | None = None
+    vllm_sleeps: bool = False
+    most_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
     """Bytes of one process by part; None: not known for this architecture.
 
@@ -58,6 +83,7 @@ class MemoryEstimate:
         cache: Keys and values of the built-in engine.
         vllm: What vLLM takes.
         keeps_gradients: Whether room for gradients is held between two steps, too.
+        vllm_sleeps: Whether vLLM has its memory only while it samples.
     """
 
     weights: int
@@ -72,19 +98,29 @@ class MemoryEstimate:
     cache: int | None
     vllm: int
     keeps_gradients: bool = False
+    vllm_sleeps: bool = False
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """All numbers by name."""
-        return {name: value for name, value in asdict(self).items() if name != "keeps_gradients"}
+        """All numbers of bytes by name."""
+        return {name: value for name, value in asdict(self).items() if name not in ("keeps_gradients", "vllm_sleeps")}
+
+    @property
+    def training(self) -> int:
+        """Known bytes during a backward."""
+        used = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
+        return self.weights + self.optimizer + self.reference + used + (0 if self.vllm_sleeps else self.vllm)
+
+    @property
+    def sampling(self) -> int:
+        """Known bytes while completions are sampled."""
+        used = self.sampled + (self.cache or 0) + (self.gradients if self.keeps_gradients else 0)
+        return self.weights + self.optimizer + self.reference + used + self.vllm
 
     @property
     def total(self) -> int:
-        """The sum of what is known; sampling and the backward take turns, so the larger one counts."""
-        kept = self.weights + self.optimizer + self.reference + self.vllm
-        training = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
-        sampling = self.sampled + (self.cache or 0) + (self.gradients if self.keeps_gradients else 0)
-        return kept + max(training, sampling)
+        """The larger of the two: they take turns."""
+        return max(self.training, self.sampling)
 
 
 def estimate_memory(
@@ -94,11 +130,7 @@ def estimate_memory(
     device: torch.device,
     train: TrainSection,
     generation: GenerationSection,
-    micro_batch_tokens: int,
-    sequences: int,
-    longest_prompt: int,
-    with_reference: bool,
-    vllm: int | None = None,
+    demand: Demand,
 ) -> MemoryEstimate:
     """Estimate from a model's shapes and the recipe.
 
@@ -108,30 +140,31 @@ def estimate_memory(
         device: Where it computes.
         train: Precision and checkpointing.
         generation: Lengths and the number of sequences sampled at once.
-        micro_batch_tokens: Most tokens in one forward.
-        sequences: Completions that a process samples for one optimizer step.
-        longest_prompt: Tokens of the longest prompt.
-        with_reference: Whether there is a second model.
-        vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
+        demand: What the process has to do.
     """
-    whole = sum(map(whole_bytes, policy.parameters()))
+    whole = _held(policy, sum(map(whole_bytes, policy.parameters())), train, spread)
     weights = 0 if spread.offload_params else whole // spread.weight_parts
-    longest = longest_prompt + generation.max_completion_length
-    tokens = min(micro_batch_tokens, sequences * longest)
-    cached_tokens = min(generation.max_num_seqs, sequences) * longest
+    longest = demand.longest_prompt + generation.max_completion_length
+    # A completion is not cut, however small the budget.
+    tokens = min(max(demand.micro_batch_tokens, longest), demand.trained_sequences * longest)
+    cached_tokens = min(generation.max_num_seqs, demand.sampled_sequences) * longest
+    if demand.most_cached_tokens is not None:
+        cached_tokens = min(cached_tokens, max(longest, demand.most_cached_tokens))
+    samples = demand.vllm is None
     return MemoryEstimate(
         weights=weights,
-        gradients=_gradient_bytes(policy, spread),
+        gradients=_held(policy, _gradient_bytes(policy, spread), train, spread),
         optimizer=_optimizer_bytes(policy, spread),
-        reference=weights if with_reference else 0,
+        reference=weights if demand.with_reference else 0,
         gathered=_gathered(policy, train, spread),
         rounded=_rounded(policy, train, spread),
         activations=_activations(policy, tokens, train, spread),
         head=_head(policy, tokens, train, spread, device),
-        sampled=_sampled(policy, train, spread, device) if vllm is None else 0,
-        cache=_cache(policy, cached_tokens, train) if vllm is None else 0,
-        vllm=vllm or 0,
+        sampled=_sampled(policy, train, spread, device) if samples else 0,
+        cache=_cache(policy, cached_tokens, train) if samples else 0,
+        vllm=demand.vllm or 0,
         keeps_gradients=spread.optimizes_copies,  # DeepSpeed does
+        vllm_sleeps=demand.vllm_sleeps,
     )
 
 
@@ -181,7 +214,14 @@ def automatic_cached_tokens(
     Sampling and the backward take turns, so both may have the same share. None: not known for this device or architecture.
     """
     free = free_memory(processes.device)
-    room = _room(policy, None if free is None else free // processes.sharing_memory, spread)
+    if free is not None:
+        free //= processes.sharing_memory
+    return cached_tokens_that_fit(policy, free=free, train=train, spread=spread)
+
+
+def cached_tokens_that_fit(policy: PolicyModel, *, free: int | None, train: TrainSection, spread: Spread) -> int | None:
+    """Find the bound of `automatic_cached_tokens` for one process. See `tokens_that_fit`."""
+    room = _room(policy, free, spread)
     values = cached_values_per_token(policy.model.config.get_text_config())
     if room is None or values is None:
         return None
@@ -238,6 +278,11 @@ def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
     return None if values is None else tokens * values * _value_bytes(policy, train)
 
 
+def _held(policy: PolicyModel, size: int, train: TrainSection, spread: Spread) -> int:
+    """Bytes of weights or gradients as a process keeps them: DeepSpeed rounds with `train.bf16`."""
+    return size * 2 // next(policy.parameters()).element_size() if train.bf16 and spread.optimizes_copies else size
+
+
 def _in_use(policy: PolicyModel, size: int, train: TrainSection) -> int:
     """Bytes of weights as they are when they are brought together: with `train.bf16`, in bfloat16."""
     return size * 2 // next(policy.parameters()).element_size() if train.bf16 else size
@@ -262,7 +307,7 @@ def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
 def _sampled(policy: PolicyModel, train: TrainSection, spread: Spread, device: torch.device) -> int:
     """Bytes of what the built-in engine has of the weights while it samples."""
     whole = _in_use(policy, sum(map(whole_bytes, policy.parameters())), train) if spread.weight_parts > 1 else 0
-    if device.type != "cpu" or _precision(policy, train) != "float32" or not is_faster():
+    if device.type != "cpu" or _precision(policy, train, spread) != "float32" or not is_faster():
         return whole
     in_layers = (one for layer in layers_of(policy) for one in layer.parameters())
     return whole + sum(whole_bytes(one) for one in in_layers if len(whole_shape(one)) == 2)
@@ -278,13 +323,15 @@ def _rounded(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
 
     DeepSpeed and FSDP have rounded them already.
     """
-    are_rounded = spread.optimizes_copies or spread.cuts_weights
-    if _precision(policy, train) != "autocast" or are_rounded or _checkpointing(policy, train, spread) is not False:
+    if _precision(policy, train, spread) != "autocast" or _checkpointing(policy, train, spread) is not False:
         return 0
     return 2 * sum(whole_shape(one).numel() for one in _trained(policy) if len(whole_shape(one)) > 1)
 
 
-def _precision(policy: PolicyModel, train: TrainSection) -> Precision:
+def _precision(policy: PolicyModel, train: TrainSection, spread: Spread) -> Precision:
+    """Name what the layers compute in: DeepSpeed and FSDP give them rounded weights, and so everything between them is."""
+    if train.bf16 and (spread.optimizes_copies or spread.cuts_weights):
+        return "bfloat16"
     return precision_of(next(policy.parameters()).dtype, bf16=train.bf16)
 
 
@@ -300,7 +347,7 @@ def _activations(policy: PolicyModel, tokens: int, train: TrainSection, spread: 
         policy.model.config.get_text_config(),
         tokens,
         checkpointing=_checkpointing(policy, train, spread),
-        precision=_precision(policy, train),
+        precision=_precision(policy, train, spread),
     )
 
 
@@ -317,11 +364,16 @@ def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread,
     logits = tokens * vocabulary
     if not policy.full_logits:
         logits = min(logits, LOGITS_PER_CHUNK if device.type == "cpu" else LOGITS_PER_CHUNK_ON_ACCELERATORS)
-    size = next(policy.parameters()).element_size()
     embedding = policy.model.get_input_embeddings().weight
-    gradient = vocabulary * hidden * size if embedding.requires_grad else 0
-    waiting = gradient if policy.model.get_output_embeddings().weight is embedding else 0
-    kept = kept_bytes(config, checkpointing=_checkpointing(policy, train, spread), precision=_precision(policy, train))
+    size: int = embedding.element_size()
+    matrix = vocabulary * hidden if embedding.requires_grad else 0
+    gradient = matrix * (
+        size if size == torch.float32.itemsize else torch.float32.itemsize + size
+    )  # summed in float32, then rounded
+    waiting = matrix * size if policy.model.get_output_embeddings().weight is embedding else 0
+    kept = kept_bytes(
+        config, checkpointing=_checkpointing(policy, train, spread), precision=_precision(policy, train, spread)
+    )
     layers = _activations(policy, tokens, train, spread)
     at_head = tokens * (kept or 0) + LOGIT_COPIES * logits * torch.float32.itemsize + gradient
     in_layers = (layers or 0) + waiting

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine.memory import Demand, estimate_memory
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
@@ -20,17 +20,22 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     policy, model = stages.policy, stages.policy.model
     budget = stages.gradients.budget
     longest = inputs.prompts.longest
+    completions = -(-recipe.train.prompts_per_step // stages.processes.count) * recipe.grpo.num_generations
     memory = estimate_memory(
         policy,
         spread=stages.strategy.spread,
         device=stages.processes.device,
         train=recipe.train,
         generation=recipe.generation,
-        micro_batch_tokens=budget.tokens,
-        sequences=-(-recipe.train.prompts_per_step // stages.processes.count) * recipe.grpo.num_generations,
-        longest_prompt=longest or 0,
-        with_reference=stages.reference is not None and stages.reference.policy is not policy,
-        vllm=_vllm_bytes(inputs, policy),
+        demand=Demand(
+            micro_batch_tokens=budget.tokens,
+            trained_sequences=completions,
+            sampled_sequences=completions * recipe.grpo.steps_per_generation,
+            longest_prompt=longest or 0,
+            with_reference=stages.reference is not None and stages.reference.policy is not policy,
+            vllm=_vllm_bytes(inputs, policy),
+            vllm_sleeps=recipe.vllm.enable_sleep_mode,
+        ),
     )
     dtype = dtype_name(model)
     rows = stages.prompts.rows_per_epoch

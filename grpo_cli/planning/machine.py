@@ -1,5 +1,6 @@
 """The processes that a plan is for, and how fast each of them is taken to be."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,11 @@ def planned_machine(
         bandwidth: What each reads from its memory, in 1e12 bytes a second.
 
     Raises:
-        GrpoError: If the memory of a GPU is not known.
+        GrpoError: If the memory of a GPU is not known, or a number is none.
     """
+    for option, value in {"--gpu-memory": gpu_memory, "--gpu-tflops": tflops, "--gpu-bandwidth": bandwidth}.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise GrpoError(f"{option}: found {value}; allowed: a number above 0")
     has_gpu = torch.cuda.is_available()
     if gpus is None and gpu_memory is None and not has_gpu:
         device = torch.device("cpu")

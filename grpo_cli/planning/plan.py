@@ -4,15 +4,17 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_cli.engine.memory import MemoryEstimate, estimate_memory, tokens_that_fit
+from grpo_cli.engine.memory import Demand, MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
 from grpo_cli.engine.prompts import load_prompts
-from grpo_cli.engine.strategies.choice import copy_bytes, preferred_strategy
-from grpo_cli.engine.strategies.spread import Spread, spread_of
+from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
+from grpo_cli.engine.strategies.spread import Spread, spread_of, spread_of_zero
+from grpo_cli.errors import DataError
 from grpo_cli.planning.machine import Machine
 from grpo_cli.planning.work import Model, StepWork, step_seconds, step_work
 from grpo_cli.policy.adapters import attach_adapters
@@ -20,6 +22,8 @@ from grpo_cli.policy.checkpointing import possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_shapes, load_tokenizer
 from grpo_cli.recipe.schema import Recipe
+from grpo_cli.rollout.cached_values import cached_values_per_token
+from grpo_cli.rollout.vllm.arguments import resolved_dtype
 from grpo_cli.types import Sampling
 
 
@@ -38,6 +42,7 @@ class TrainingPlan:
         memory: Bytes of a process.
         work: Of an optimizer step.
         seconds: Rough time of a step's parts.
+        vllm_needs: Bytes of the share that vLLM has there which its weights and one sequence take.
     """
 
     parameters: int
@@ -50,6 +55,7 @@ class TrainingPlan:
     memory: MemoryEstimate
     work: StepWork
     seconds: Mapping[str, float]
+    vllm_needs: int
 
     @property
     def bottleneck(self) -> tuple[str, float]:
@@ -57,9 +63,14 @@ class TrainingPlan:
         longest = max(self.seconds, key=lambda part: self.seconds[part])
         return longest, self.seconds[longest] / sum(self.seconds.values())
 
+    @property
+    def starves_vllm(self) -> bool:
+        """Whether vLLM's share is less than what it cannot do without."""
+        return self.vllm_needs > self.memory.vllm
+
     def is_too_large(self, machine: Machine) -> bool:
-        """Tell whether a process would need more than it has, as far as that is known."""
-        return machine.memory is not None and self.memory.total > machine.memory
+        """Tell whether a process, or vLLM in it, would need more than it has, as far as that is known."""
+        return machine.memory is not None and (self.memory.total > machine.memory or self.starves_vllm)
 
 
 def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> TrainingPlan:
@@ -74,10 +85,11 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         ModelError: If the model's configuration cannot be loaded.
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
-    return plan_model(recipe, load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder), machine)
+    shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
+    return plan_model(recipe, shapes, longest, machine, folder=folder)
 
 
-def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine) -> TrainingPlan:
+def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> TrainingPlan:
     """Work out what a recipe needs for a model of some shapes.
 
     Args:
@@ -85,24 +97,24 @@ def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine) -> Tr
         model: Without weights and adapters; it is left alone.
         longest: Tokens of the longest prompt.
         machine: Where it is to train.
+        folder: The recipe's.
     """
-    name: str = recipe.distributed.strategy
-    reason = None
-    if name == "auto":
-        name, reason = preferred_strategy(copy_bytes(recipe, model), machine.memory, machine.processes)
-    spread = spread_of(
-        name,
-        machine.processes,
-        offload_optimizer=recipe.distributed.offload_optimizer and machine.device.type != "cpu",
-        offload_params=recipe.distributed.offload_params and machine.device.type != "cpu",
-    )
+    spread, reason = _spread(recipe, model, machine, folder)
     policy = _policy(recipe, model)
-    vllm = _vllm_bytes(recipe, policy, machine)
-    budget = recipe.train.micro_batch_tokens
-    if budget is None:
-        budget = _budget(recipe, policy, spread, machine, vllm or 0)
-    work = step_work(recipe, longest_prompt=longest, micro_batch_tokens=budget, processes=machine.processes)
+    demand = _demand(recipe, policy, spread, machine, longest)
+    work = step_work(
+        recipe, longest_prompt=longest, micro_batch_tokens=demand.micro_batch_tokens, processes=machine.processes
+    )
     checkpointing = possible_checkpointing(policy.model, recipe.train.gradient_checkpointing, cut=spread.cuts_weights)
+    seconds = step_seconds(
+        recipe,
+        work,
+        Model.of(policy.model, bf16=recipe.train.bf16),
+        machine=machine,
+        spread=spread,
+        longest_prompt=longest,
+        checkpointing=checkpointing,
+    )
     return TrainingPlan(
         parameters=sum(one.numel() for one in policy.parameters()),
         trained_parameters=sum(one.numel() for one in policy.parameters() if one.requires_grad),
@@ -110,29 +122,62 @@ def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine) -> Tr
         spread=spread,
         reason=reason,
         longest_prompt=longest,
-        micro_batch_tokens=budget,
+        micro_batch_tokens=demand.micro_batch_tokens,
         memory=estimate_memory(
             policy,
             spread=spread,
             device=machine.device,
             train=recipe.train,
             generation=recipe.generation,
-            micro_batch_tokens=budget,
-            sequences=sequences_of_a_process(recipe, machine.processes),
-            longest_prompt=longest,
-            with_reference=_has_second_model(recipe),
-            vllm=vllm,
+            demand=demand,
         ),
         work=work,
-        seconds=step_seconds(
-            recipe,
-            work,
-            Model.of(policy.model),
-            machine=machine,
-            spread=spread,
-            longest_prompt=longest,
-            checkpointing=checkpointing,
-        ),
+        seconds=seconds,
+        vllm_needs=_vllm_needs(recipe, model, longest) if demand.vllm else 0,
+    )
+
+
+def _spread(recipe: Recipe, model: Any, machine: Machine, folder: Path) -> tuple[Spread, str | None]:
+    """Find how the model will be spread, and if the recipe leaves it open, why."""
+    section, processes = recipe.distributed, machine.processes
+    name: str = section.strategy
+    reason = None
+    if name == "auto":
+        memory = None if machine.memory is None else training_memory(recipe.vllm, machine.memory, machine.device)
+        name, reason = preferred_strategy(copy_bytes(recipe, model), memory, processes)
+    has_own_memory = machine.device.type != "cpu"
+    if name.startswith("deepspeed") and section.deepspeed_config is not None:
+        zero = deepspeed_settings(recipe, int(name[-1]), folder)["zero_optimization"]
+        return spread_of_zero(name, processes, zero, has_own_memory=has_own_memory), reason
+    spread = spread_of(
+        name,
+        processes,
+        offload_optimizer=section.offload_optimizer and has_own_memory,
+        offload_params=section.offload_params and has_own_memory,
+    )
+    return spread, reason
+
+
+def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, longest: int) -> Demand:
+    """Count what a process has to do, with the budgets that a run would find."""
+    train, vllm = recipe.train, _vllm_bytes(recipe, policy, machine)
+    completions = -(-train.prompts_per_step // machine.processes) * recipe.grpo.num_generations
+    models = 2 if _has_second_model(recipe) else 1
+    held = models * sum(one.nbytes for one in policy.parameters()) // spread.weight_parts
+    awake = 0 if recipe.vllm.enable_sleep_mode else vllm or 0
+    free = None if machine.memory is None else machine.memory - held - awake
+    budget = train.micro_batch_tokens
+    if budget is None:
+        budget = tokens_that_fit(policy, free=free, train=train, spread=spread, device=machine.device)
+    return Demand(
+        micro_batch_tokens=budget,
+        trained_sequences=completions,
+        sampled_sequences=completions * recipe.grpo.steps_per_generation,
+        longest_prompt=longest,
+        with_reference=models > 1,
+        vllm=vllm,
+        vllm_sleeps=recipe.vllm.enable_sleep_mode,
+        most_cached_tokens=cached_tokens_that_fit(policy, free=free, train=train, spread=spread),
     )
 
 
@@ -145,20 +190,23 @@ def _policy(recipe: Recipe, model: Any) -> PolicyModel:
 
 
 def longest_prompt(recipe: Recipe, folder: Path) -> int:
-    """Give the tokens of the longest prompt: what the recipe allows, or else what the dataset has."""
+    """Give the tokens of the longest prompt: what the recipe allows, or else what the dataset has.
+
+    Raises:
+        DataError: If the dataset is a stream, of which nobody knows.
+    """
     if recipe.dataset.max_prompt_length is not None:
         return recipe.dataset.max_prompt_length
+    if recipe.dataset.streaming:
+        raise DataError(
+            "dataset.streaming: how long the prompts of a stream get is not known", hint="set dataset.max_prompt_length"
+        )
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     return load_prompts(recipe.dataset, tokenizer, folder=folder, seed=recipe.train.seed).longest or 0
 
 
 def _has_second_model(recipe: Recipe) -> bool:
     return recipe.grpo.beta != 0 and recipe.model.lora is None
-
-
-def sequences_of_a_process(recipe: Recipe, processes: int) -> int:
-    """Count the completions that one process samples for a step, at most."""
-    return -(-recipe.train.prompts_per_step // processes) * recipe.grpo.num_generations
 
 
 def _vllm_bytes(recipe: Recipe, policy: PolicyModel, machine: Machine) -> int | None:
@@ -173,13 +221,15 @@ def _vllm_bytes(recipe: Recipe, policy: PolicyModel, machine: Machine) -> int | 
     return int(section.gpu_memory_utilization * (machine.memory or 0))
 
 
-def _budget(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, vllm: int) -> int:
-    """Find the token budget that a run would find, from the memory that is free once the models are there."""
-    held = sum(one.nbytes for one in policy.parameters()) // spread.weight_parts
-    free = None
-    if machine.memory is not None:
-        free = machine.memory - held * (2 if _has_second_model(recipe) else 1) - vllm
-    return tokens_that_fit(policy, free=free, train=recipe.train, spread=spread, device=machine.device)
+def _vllm_needs(recipe: Recipe, model: Any, longest: int) -> int:
+    """Give the bytes that vLLM's weights and one sequence take of each device."""
+    section = recipe.vllm
+    first = next(model.parameters())
+    name = resolved_dtype(section, bf16=recipe.train.bf16, model_dtype=str(first.dtype).removeprefix("torch."))
+    size = int(getattr(torch, name).itemsize)
+    values = cached_values_per_token(model.config.get_text_config(), parts=section.tensor_parallel_size) or 0
+    weights: int = size * sum(one.numel() for one in model.parameters()) // section.tensor_parallel_size
+    return weights + size * values * (longest + recipe.generation.max_completion_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,29 +245,28 @@ class Remedy:
     total: int
 
 
-def remedies(recipe: Recipe, model: Any, longest: int, machine: Machine) -> Sequence[Remedy]:
+def remedies(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> Sequence[Remedy]:
     """Find changes with which a run fits that does not."""
-    assert machine.memory is not None
     found = []
     for change, changed, place in _changes(recipe, machine):
-        shapes = copy.deepcopy(model).bfloat16() if changed.model.dtype == "bfloat16" else model
-        total = plan_model(changed, shapes, longest, place).memory.total
-        if total <= machine.memory:
-            found.append(Remedy(change=change, total=total))
+        plan = plan_model(changed, model, longest, place, folder=folder)
+        if not plan.is_too_large(place):
+            found.append(Remedy(change=change, total=plan.memory.total))
     return found
 
 
 def _changes(recipe: Recipe, machine: Machine) -> Sequence[tuple[str, Recipe, Machine]]:
     """List changes worth a try, those that cost least first."""
-    in_parts = {"distributed.strategy": "deepspeed_zero3"}
+    in_parts = {"distributed.strategy": "deepspeed_zero3" if find_spec("deepspeed") is not None else "fsdp2"}
+    offload = "offload_optimizer" if find_spec("deepspeed") is not None else "offload_params"
     tried: list[dict[str, Any]] = [
         {"train.micro_batch_tokens": 1024},
         {"train.gradient_checkpointing": True},
-        {"model.dtype": "bfloat16"},
         in_parts,
-        {"vllm.gpu_memory_utilization": 0.2},
+        *([{"vllm.enable_sleep_mode": True}] if recipe.vllm.mode == "colocate" else []),
+        *([{"vllm.gpu_memory_utilization": 0.2}] if recipe.vllm.mode is not None else []),
         {**in_parts, "train.gradient_checkpointing": True},
-        {**in_parts, "distributed.offload_optimizer": True},
+        {**in_parts, f"distributed.{offload}": True},
     ]
     changes = []
     for values in tried:

@@ -46,7 +46,7 @@ def _lines(plan: TrainingPlan, model: str, machine: Machine) -> list[tuple[str, 
     passes += [f"{short(work.reference_passes)} forwards of the reference"] if work.reference_passes else []
     parts = ", ".join(f"{name} {duration(value)}" for name, value in plan.seconds.items() if value)
     plural = "es" if machine.processes > 1 else ""
-    step = f"{work.completions:,} completions; prompts up to {plan.longest_prompt:,} tokens; at most {work.trained_tokens:,} tokens "
+    step = f"{work.completions:,} completions; prompts up to {plan.longest_prompt:,} tokens; about {work.trained_tokens:,} tokens "
     step += f"through the policy, {work.sampled_tokens:,.0f} sampled"
     forwards = (
         f"{work.micro_batches:,} micro-batches of {plan.micro_batch_tokens:,} tokens in the busiest process, each with "
@@ -72,7 +72,8 @@ def _memory_table(plan: TrainingPlan) -> Table:
         if value != 0:
             table.add_row(name, "not known" if value is None else size(value), what)
     table.add_section()
-    table.add_row("most at once", size(plan.memory.total), "sampling and the backward take turns")
+    while_what = "training" if plan.memory.training >= plan.memory.sampling else "sampling"
+    table.add_row("most at once", size(plan.memory.total), f"while {while_what}; the two take turns")
     return table
 
 
@@ -81,8 +82,11 @@ def _verdict(plan: TrainingPlan, machine: Machine, remedies: Sequence[Remedy]) -
     total, memory = plan.memory.total, machine.memory
     if memory is None:
         return f"needs {size(total)}"
-    if total <= memory:
+    if not plan.is_too_large(machine):
         return f"fits: {size(total)} of {size(memory)}"
+    if plan.starves_vllm:
+        needs = f"its weights and one sequence take {size(plan.vllm_needs)} of each device"
+        return f"does not fit: vLLM has {size(plan.memory.vllm)} (vllm.gpu_memory_utilization), and {needs}: raise it, or vllm.tensor_parallel_size"
     parts = plan.memory.parts
     largest = sorted(parts, key=lambda name: -(parts[name] or 0))[:2]
     lines = [

@@ -14,7 +14,6 @@ from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.schema import Recipe, VllmSection
 from grpo_cli.rollout.cached_values import cached_values_per_token
-from grpo_cli.sharding import whole_bytes
 
 SEQUENCES_OF_VLLM = 256
 """That vLLM samples at once unless `vllm.engine.max_num_seqs` says otherwise."""
@@ -22,7 +21,7 @@ SEQUENCES_OF_VLLM = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """Work of one optimizer step, at most: completions may be shorter than they are allowed to be.
+    """Work of one optimizer step whose prompts and completions are as long as they are allowed to be.
 
     Attributes:
         completions: That are trained on.
@@ -46,7 +45,8 @@ def step_work(recipe: Recipe, *, longest_prompt: int, micro_batch_tokens: int, p
     grpo, completion = recipe.grpo, recipe.generation.max_completion_length
     prompts, group = recipe.train.prompts_per_step, recipe.grpo.num_generations
     fed = longest_prompt + group * completion if recipe.model.share_prefix else group * (longest_prompt + completion)
-    mine = math.ceil(prompts * fed / processes)
+    completions = math.ceil(prompts * group / processes)  # which are not cut
+    mine = max(math.ceil(prompts * fed / processes), longest_prompt + completion)
     return StepWork(
         completions=prompts * group,
         sampled_tokens=prompts * group * completion / grpo.num_iterations,
@@ -55,7 +55,7 @@ def step_work(recipe: Recipe, *, longest_prompt: int, micro_batch_tokens: int, p
         reference_passes=(1 if grpo.beta else 0) / grpo.num_iterations,
         # The first step of a generation finds them in its own forward.
         old_passes=(grpo.steps_per_generation - 1) / grpo.steps_per_generation / grpo.num_iterations,
-        micro_batches=max(1, math.ceil(mine / micro_batch_tokens)),
+        micro_batches=min(completions, max(1, math.ceil(mine / micro_batch_tokens))),
     )
 
 
@@ -66,7 +66,7 @@ class Model:
     Attributes:
         active: Parameters that a token goes through.
         trained_share: Share of the parameters that take gradients.
-        weight_bytes: Of all weights.
+        weight_bytes: Of all weights as they are read and exchanged: with `train.bf16`, in bfloat16.
         context_operations: Floating-point operations of a token's attention, by token that it attends to.
         cached_bytes: Of a token's keys and values.
     """
@@ -78,17 +78,22 @@ class Model:
     cached_bytes: int
 
     @classmethod
-    def of(cls, model: Any) -> "Model":
-        """Read a model, which needs no weights."""
+    def of(cls, model: Any, *, bf16: bool = False) -> "Model":
+        """Read a model, which needs no weights.
+
+        Args:
+            model: A transformers model, possibly with adapters.
+            bf16: The recipe's `train.bf16`.
+        """
         config = model.config.get_text_config()
         parameters = dict(model.named_parameters())
         count = sum(one.numel() for one in parameters.values())
         layer = LayerSizes.of(config)
-        size = next(iter(parameters.values())).element_size()
+        size = 2 if bf16 else next(iter(parameters.values())).element_size()
         return cls(
             active=count - _idle(config, parameters),
             trained_share=sum(one.numel() for one in parameters.values() if one.requires_grad) / count,
-            weight_bytes=sum(map(whole_bytes, parameters.values())),
+            weight_bytes=size * count,
             context_operations=0.0 if layer is None else 4.0 * layer.layers * layer.query,
             cached_bytes=(cached_values_per_token(config) or 0) * size,
         )
@@ -131,24 +136,24 @@ def step_seconds(
     uses = recipe.grpo.steps_per_generation * recipe.grpo.num_iterations
     link = speed.link_bytes
     return {
-        "sampling": _sampling_seconds(recipe, work, model, machine, context, forward),
+        "sampling": _sampling_seconds(recipe, model, machine, context, forward),
         "forward and backward": work.trained_tokens * passes * forward / (machine.processes * speed.operations),
         "exchange between processes": exchanged / link if machine.processes > 1 else 0.0,
         "new weights to vLLM": model.weight_bytes / link / uses if recipe.vllm.mode is not None else 0.0,
     }
 
 
-def _sampling_seconds(
-    recipe: Recipe, work: StepWork, model: Model, machine: Machine, context: float, forward: float
-) -> float:
+def _sampling_seconds(recipe: Recipe, model: Model, machine: Machine, context: float, forward: float) -> float:
     """Estimate decoding: each token of a batch of sequences reads all weights, and each sequence its keys and values."""
     engines, devices, at_once = _engines(recipe, machine.processes)
     completion = recipe.generation.max_completion_length
-    sequences = work.sampled_tokens / completion / engines
-    batch = min(math.ceil(sequences), at_once)
+    # All of a generation at once, of which this step is a part.
+    steps = recipe.grpo.steps_per_generation
+    sequences = math.ceil(recipe.train.prompts_per_step * recipe.grpo.num_generations * steps / engines)
+    batch = min(sequences, at_once)
     read = (model.weight_bytes + batch * context * model.cached_bytes) / (devices * machine.speed.memory_bytes)
     computed = batch * forward / (devices * machine.speed.operations)
-    return sequences / batch * completion * max(read, computed)
+    return sequences / batch * completion * max(read, computed) / (steps * recipe.grpo.num_iterations)
 
 
 def _engines(recipe: Recipe, processes: int) -> tuple[int, int, int]:
@@ -156,7 +161,8 @@ def _engines(recipe: Recipe, processes: int) -> tuple[int, int, int]:
     vllm = recipe.vllm
     if vllm.mode is None:
         return processes, 1, recipe.generation.max_num_seqs
-    at_once = int(vllm.engine.get("max_num_seqs", SEQUENCES_OF_VLLM))
+    asked = vllm.engine.get("max_num_seqs")
+    at_once = asked if isinstance(asked, int) and asked > 0 else SEQUENCES_OF_VLLM
     return _vllm_engines(vllm, processes), vllm.tensor_parallel_size, at_once
 
 

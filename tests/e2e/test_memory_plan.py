@@ -41,9 +41,9 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path
         build_tiny_model(
             folder / "model", hidden_size=768, num_layers=8, intermediate_size=2304, initializer_range=0.02
         ),
-        grpo={"num_generations": 4},
+        grpo={"num_generations": 8},
         generation={"max_completion_length": 56, "min_completion_length": 56},
-        train={"prompts_per_step": 2, "max_steps": 2, "learning_rate": 1e-6, "micro_batch_tokens": 576},
+        train={"prompts_per_step": 2, "max_steps": 2, "learning_rate": 1e-6, "micro_batch_tokens": 1024},
         dataset={"max_prompt_length": 64},
     )
     rows = [{"prompt": "words of a prompt, " * 3 + f"{number:02} "} for number in range(8)]
@@ -76,16 +76,22 @@ def planned(experiment: Experiment, count: int, changes: Mapping[str, object]) -
     return plan_training(loaded.recipe, folder=loaded.folder, machine=machine)
 
 
-CASES: dict[str, tuple[int, dict[str, object]]] = {
-    "nothing again": (1, {"train.gradient_checkpointing": False}),
-    "fsdp2": (2, {"distributed.strategy": "fsdp2"}),
-    "zero3": (2, {"distributed.strategy": "deepspeed_zero3", "distributed.deepspeed_config": "zero.json"}),
+NOTHING_AGAIN = {"train.gradient_checkpointing": False}
+ZERO = {"distributed.strategy": "deepspeed_zero3", "distributed.deepspeed_config": "zero.json"}
+CASES: dict[str, tuple[int, dict[str, object], str]] = {
+    "alone": (1, {}, "training"),
+    "fsdp2": (2, {"distributed.strategy": "fsdp2", **NOTHING_AGAIN}, "training"),
+    "zero3": (2, {**ZERO, **NOTHING_AGAIN}, "training"),
+    "fsdp2, sampling": (2, {"distributed.strategy": "fsdp2", "train.gradient_checkpointing": True}, "sampling"),
 }
+"""Processes, changes, and when most is needed."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_processes_need_what_is_planned(warm: WarmStart, experiment: Experiment, case: str) -> None:
-    count, changes = CASES[case]
-    plan = planned(experiment, count, changes)
+    count, changes, when = CASES[case]
+    memory = planned(experiment, count, changes).memory
+    assert memory.total == getattr(memory, when)
     for needed in measured(warm, experiment, count, changes):
-        assert needed == pytest.approx(plan.memory.total, rel=WITHIN), plan.memory
+        print("XX", case, needed / 2**20, memory.training / 2**20, memory.sampling / 2**20)
+        assert needed == pytest.approx(memory.total, rel=WITHIN), memory

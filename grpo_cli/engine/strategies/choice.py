@@ -18,7 +18,7 @@ from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
 from grpo_cli.errors import ModelError, Problem, RecipeError, TrainingError
 from grpo_cli.policy.load import load_shapes
-from grpo_cli.recipe.schema import Recipe
+from grpo_cli.recipe.schema import Recipe, VllmSection
 
 SHARE_OF_MEMORY = 0.6
 """What weights, gradients and optimizer states may take of a process's memory, so that activations find room, too."""
@@ -82,7 +82,16 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
         needed = copy_bytes(recipe, load_shapes(recipe.model, folder=folder))
     except ModelError as error:
         return "ddp", f"its size is not known beforehand ({error.message})"
-    return preferred_strategy(needed, memory // processes.sharing_memory, processes.count)
+    own = training_memory(recipe.vllm, memory // processes.sharing_memory, processes.device)
+    return preferred_strategy(needed, own, processes.count)
+
+
+def training_memory(vllm: VllmSection, memory: int, device: torch.device) -> int:
+    """Give what is left to training of a process's memory, beside a vLLM that does not sleep meanwhile."""
+    is_here = vllm.mode == "colocate" or vllm.start
+    if device.type == "cpu" or not is_here or vllm.enable_sleep_mode:
+        return memory
+    return int((1 - vllm.gpu_memory_utilization) * memory)
 
 
 def copy_bytes(recipe: Recipe, model: nn.Module) -> int:
@@ -110,9 +119,7 @@ def preferred_strategy(needed: int, memory: int | None, processes: int) -> tuple
         return "ddp", "there is one process"
     if memory is None:
         return "ddp", "the memory of a process is not known"
-    found = (
-        f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has"
-    )
+    found = f"a copy of everything takes {needed / 2**30:,.1f} GiB of the {memory / 2**30:,.1f} GiB that each process has for it"
     return ("ddp", found) if needed <= SHARE_OF_MEMORY * memory else _in_parts(found)
 
 

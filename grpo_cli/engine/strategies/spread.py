@@ -1,6 +1,8 @@
 """What each process keeps of a model, by the strategy's name alone: for strategies, and for plans without processes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LIVE_ELEMENTS = 10**9
 """Weights that DeepSpeed leaves whole while others are used, unless its configuration says `stage3_max_live_parameters`."""
@@ -63,4 +65,22 @@ def spread_of(
         offload_optimizer=offload_optimizer,
         offload_params=offload_params,
         live_elements=live_elements if name == "deepspeed_zero3" else None,
+    )
+
+
+def spread_of_zero(name: str, processes: int, zero: Mapping[str, Any], *, has_own_memory: bool) -> Spread:
+    """Give what DeepSpeed leaves in each process.
+
+    Args:
+        name: As `distributed.strategy` calls it.
+        processes: How many there are.
+        zero: The `zero_optimization` of its configuration.
+        has_own_memory: Whether the device's memory is not the main memory.
+    """
+    return spread_of(
+        name,
+        processes,
+        offload_optimizer=has_own_memory and "offload_optimizer" in zero,
+        offload_params=has_own_memory and "offload_param" in zero,
+        live_elements=int(zero.get("stage3_max_live_parameters", LIVE_ELEMENTS)),
     )

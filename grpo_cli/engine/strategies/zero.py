@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.hooks import without_hooks
 from grpo_cli.engine.strategies.replicas import NamedWeights, saved_buffers
-from grpo_cli.engine.strategies.spread import LIVE_ELEMENTS, spread_of
+from grpo_cli.engine.strategies.spread import spread_of_zero
 from grpo_cli.engine.strategies.strategy import MASTER
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.sharding import whole_bytes, whole_shape
@@ -39,13 +39,11 @@ class Zero:
     in_step = True
 
     def __init__(self, processes: Processes, *, stage: int, settings: Mapping[str, Any]) -> None:
-        zero, has_own_memory = settings["zero_optimization"], processes.device.type != "cpu"
-        self.spread = spread_of(
+        self.spread = spread_of_zero(
             f"deepspeed_zero{stage}",
             processes.count,
-            offload_optimizer=has_own_memory and "offload_optimizer" in zero,
-            offload_params=has_own_memory and "offload_param" in zero,
-            live_elements=int(zero.get("stage3_max_live_parameters", LIVE_ELEMENTS)),
+            settings["zero_optimization"],
+            has_own_memory=processes.device.type != "cpu",
         )
         self.loads_on = processes.device
         self._processes = processes

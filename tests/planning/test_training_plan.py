@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.app import _Options, app
 from grpo_cli.engine.strategies.spread import spread_of
-from grpo_cli.errors import GrpoError
+from grpo_cli.errors import DataError, GrpoError
 from grpo_cli.planning.machine import SPEEDS, Machine, planned_machine
 from grpo_cli.planning.plan import longest_prompt, plan_model, plan_training, remedies
 from grpo_cli.planning.work import Model, step_seconds, step_work
@@ -64,8 +64,8 @@ def test_the_reference_case_is_counted_to_the_byte(large: Path) -> None:
 def test_what_does_not_fit_is_told_with_what_would_help(large: Path) -> None:
     recipe, machine = recipe_of(large), machine_of(8)
     shapes = load_shapes(recipe.model, folder=large)
-    assert plan_model(recipe, shapes, 512, machine).is_too_large(machine)
-    found = {one.change: one.total for one in remedies(recipe, shapes, 512, machine)}
+    assert plan_model(recipe, shapes, 512, machine, folder=large).is_too_large(machine)
+    found = {one.change: one.total for one in remedies(recipe, shapes, 512, machine, folder=large)}
     assert (
         "--gpus 16" not in found
     )  # 12 bytes of 73 billion in 16 parts are 55 GB, and 18 GB more of weights and gradients
@@ -171,3 +171,78 @@ def test_the_command_prints_parts_bottleneck_and_verdict(large: Path) -> None:
     too_large = told("--gpus", "8", "--gpu-memory", "80")
     assert "does not fit" in too_large
     assert "fits with --gpus 32" in too_large
+
+
+def test_vllm_needs_room_for_its_weights(large: Path) -> None:
+    """72.7 billion parameters in bfloat16 are 135 GiB; eight devices share them."""
+    share = ("vllm.mode=colocate", "vllm.gpu_memory_utilization=0.2")
+    for size, starves in ((1, True), (8, True), (16, False)):
+        recipe = recipe_of(large, *share, f"vllm.tensor_parallel_size={size}")
+        plan = plan_training(recipe, folder=large, machine=machine_of(32))
+        assert plan.starves_vllm == plan.is_too_large(machine_of(32)) == starves
+
+
+def test_a_sleeping_vllm_leaves_its_memory_to_training(large: Path) -> None:
+    settings = ("vllm.mode=colocate", "vllm.gpu_memory_utilization=0.5", "vllm.tensor_parallel_size=8")
+    awake, asleep = (
+        plan_training(
+            recipe_of(large, *settings, f"vllm.enable_sleep_mode={mode}"), folder=large, machine=machine_of(64)
+        ).memory
+        for mode in ("false", "true")
+    )
+    assert awake.vllm == asleep.vllm == 40_000_000_000
+    assert awake.training - awake.vllm <= asleep.training < awake.training
+    assert asleep.sampling == awake.sampling
+
+
+def test_auto_counts_with_the_share_of_vllm(large: Path) -> None:
+    """A copy of everything takes 8 bytes a parameter: 542 GiB."""
+    settings = ("distributed.strategy=auto", "vllm.mode=colocate", "vllm.gpu_memory_utilization=0.5")
+    beside = plan_training(recipe_of(large, *settings), folder=large, machine=machine_of(8, 1200))
+    asleep = recipe_of(large, *settings, "vllm.enable_sleep_mode=true")
+    assert beside.spread.name == "deepspeed_zero3"
+    assert plan_training(asleep, folder=large, machine=machine_of(8, 1200)).spread.name == "ddp"
+
+
+def test_a_completion_is_not_cut_however_small_the_budget(large: Path) -> None:
+    small = plan_training(recipe_of(large, "train.micro_batch_tokens=64"), folder=large, machine=machine_of(32))
+    whole = plan_training(recipe_of(large, "train.micro_batch_tokens=2560"), folder=large, machine=machine_of(32))
+    assert small.memory.activations == whole.memory.activations
+    assert small.work.micro_batches == 64 * 8 // 32
+
+
+def test_a_generation_of_several_steps_is_sampled_at_once(large: Path) -> None:
+    def planned(steps: int) -> Any:
+        changes = (
+            "vllm.mode=null",
+            "vllm.tensor_parallel_size=1",
+            "vllm.engine={}",
+            "generation.max_num_seqs=100000",
+            f"grpo.steps_per_generation={steps}",
+        )
+        return plan_training(recipe_of(large, *changes), folder=large, machine=machine_of(32, 10_000))
+
+    one, four = planned(1), planned(4)
+    assert four.memory.cache == 4 * one.memory.cache
+    assert four.seconds["sampling"] < one.seconds["sampling"]  # more sequences read the same weights
+
+
+def test_settings_of_deepspeed_are_read(large: Path) -> None:
+    settings = {"zero_optimization": {"stage3_max_live_parameters": 0, "offload_optimizer": {"device": "cpu"}}}
+    (large / "own.json").write_text(json.dumps(settings))
+    usual = plan_training(recipe_of(large), folder=large, machine=machine_of(32))
+    own = plan_training(recipe_of(large, "distributed.deepspeed_config=own.json"), folder=large, machine=machine_of(32))
+    assert own.memory.optimizer == 0
+    assert own.memory.gathered <= usual.memory.gathered
+
+
+@pytest.mark.parametrize("memory", [float("inf"), float("nan")])
+def test_a_memory_that_is_no_number_is_refused(memory: float) -> None:
+    with pytest.raises(GrpoError, match="--gpu-memory: found"):
+        planned_machine(gpus=8, gpu_memory=memory)
+
+
+def test_the_prompts_of_a_stream_are_not_guessed() -> None:
+    loaded = load_recipe(Path("recipes/quickstart.yaml"), ["dataset.streaming=true", "train.max_steps=5"])
+    with pytest.raises(DataError, match="stream"):
+        longest_prompt(loaded.recipe, loaded.folder)
