@@ -41,13 +41,18 @@ LEAST_TOKENS = 64
 """An automatic budget does not go below this: single completions are about as long."""
 
 
+def fed_tokens(*, prompts: int, group: int, longest_prompt: int, completion: int, shares_prefix: bool) -> int:
+    """Count the tokens that go through the policy for some prompts with groups of completions, all as long as they may be."""
+    return prompts * (longest_prompt + group * completion if shares_prefix else group * (longest_prompt + completion))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
     """What a run asks of one process.
 
     Attributes:
         micro_batch_tokens: Most tokens in one forward.
-        trained_sequences: Completions of one optimizer step.
+        trained_tokens: That it feeds for one optimizer step, with prompts and completions as long as they may be.
         sampled_sequences: Completions of one generation.
         longest_prompt: Tokens of the longest prompt.
         with_reference: Whether there is a second model.
@@ -57,7 +62,7 @@ class Demand:
     """
 
     micro_batch_tokens: int
-    trained_sequences: int
+    trained_tokens: int
     sampled_sequences: int
     longest_prompt: int
     with_reference: bool
@@ -146,7 +151,7 @@ def estimate_memory(
     weights = 0 if spread.offload_params else whole // spread.weight_parts
     longest = demand.longest_prompt + generation.max_completion_length
     # A completion is not cut, however small the budget.
-    tokens = min(max(demand.micro_batch_tokens, longest), demand.trained_sequences * longest)
+    tokens = min(max(demand.micro_batch_tokens, longest), demand.trained_tokens)
     cached_tokens = min(generation.max_num_seqs, demand.sampled_sequences) * longest
     if demand.most_cached_tokens is not None:
         cached_tokens = min(cached_tokens, max(longest, demand.most_cached_tokens))

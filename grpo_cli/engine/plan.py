@@ -4,7 +4,7 @@ from pathlib import Path
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import Demand, estimate_memory
+from grpo_cli.engine.memory import Demand, estimate_memory, fed_tokens
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
@@ -20,7 +20,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     policy, model = stages.policy, stages.policy.model
     budget = stages.gradients.budget
     longest = inputs.prompts.longest
-    completions = -(-recipe.train.prompts_per_step // stages.processes.count) * recipe.grpo.num_generations
+    prompts_of_one = -(-recipe.train.prompts_per_step // stages.processes.count)
     memory = estimate_memory(
         policy,
         spread=stages.strategy.spread,
@@ -29,8 +29,14 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         generation=recipe.generation,
         demand=Demand(
             micro_batch_tokens=budget.tokens,
-            trained_sequences=completions,
-            sampled_sequences=completions * recipe.grpo.steps_per_generation,
+            trained_tokens=fed_tokens(
+                prompts=prompts_of_one,
+                group=recipe.grpo.num_generations,
+                longest_prompt=longest or 0,
+                completion=recipe.generation.max_completion_length,
+                shares_prefix=stages.gradients.shares_prefix,
+            ),
+            sampled_sequences=prompts_of_one * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
             longest_prompt=longest or 0,
             with_reference=stages.reference is not None and stages.reference.policy is not policy,
             vllm=_vllm_bytes(inputs, policy),

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine.memory import Demand, MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
+from grpo_cli.engine.memory import (
+    Demand,
+    MemoryEstimate,
+    cached_tokens_that_fit,
+    estimate_memory,
+    fed_tokens,
+    tokens_that_fit,
+)
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
 from grpo_cli.engine.strategies.spread import Spread, spread_of, spread_of_zero
@@ -161,7 +168,7 @@ def _spread(recipe: Recipe, model: Any, machine: Machine, folder: Path) -> tuple
 def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, longest: int) -> Demand:
     """Count what a process has to do, with the budgets that a run would find."""
     train, vllm = recipe.train, _vllm_bytes(recipe, policy, machine)
-    completions = -(-train.prompts_per_step // machine.processes) * recipe.grpo.num_generations
+    prompts = -(-train.prompts_per_step // machine.processes)
     models = 2 if _has_second_model(recipe) else 1
     held = models * sum(one.nbytes for one in policy.parameters()) // spread.weight_parts
     awake = 0 if recipe.vllm.enable_sleep_mode else vllm or 0
@@ -171,8 +178,14 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
         budget = tokens_that_fit(policy, free=free, train=train, spread=spread, device=machine.device)
     return Demand(
         micro_batch_tokens=budget,
-        trained_sequences=completions,
-        sampled_sequences=completions * recipe.grpo.steps_per_generation,
+        trained_tokens=fed_tokens(
+            prompts=prompts,
+            group=recipe.grpo.num_generations,
+            longest_prompt=longest,
+            completion=recipe.generation.max_completion_length,
+            shares_prefix=recipe.model.share_prefix,
+        ),
+        sampled_sequences=prompts * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
         longest_prompt=longest,
         with_reference=models > 1,
         vllm=vllm,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from grpo_cli.engine.activations import LayerSizes
+from grpo_cli.engine.memory import fed_tokens
 from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.planning.machine import Machine
 from grpo_cli.policy.checkpointing import Checkpointing
@@ -44,13 +45,19 @@ def step_work(recipe: Recipe, *, longest_prompt: int, micro_batch_tokens: int, p
     """Count what a recipe asks for."""
     grpo, completion = recipe.grpo, recipe.generation.max_completion_length
     prompts, group = recipe.train.prompts_per_step, recipe.grpo.num_generations
-    fed = longest_prompt + group * completion if recipe.model.share_prefix else group * (longest_prompt + completion)
+    fed = fed_tokens(
+        prompts=prompts,
+        group=group,
+        longest_prompt=longest_prompt,
+        completion=completion,
+        shares_prefix=recipe.model.share_prefix,
+    )
     completions = math.ceil(prompts * group / processes)  # which are not cut
-    mine = max(math.ceil(prompts * fed / processes), longest_prompt + completion)
+    mine = max(math.ceil(fed / processes), longest_prompt + completion)
     return StepWork(
         completions=prompts * group,
         sampled_tokens=prompts * group * completion / grpo.num_iterations,
-        trained_tokens=prompts * fed,
+        trained_tokens=fed,
         # Once for a generation, which serves num_iterations passes.
         reference_passes=(1 if grpo.beta else 0) / grpo.num_iterations,
         # The first step of a generation finds them in its own forward.

@@ -36,10 +36,10 @@ def policy_of(model: Any) -> PolicyModel:
 
 def estimated(policy: PolicyModel, train: TrainSection | None = None, **changes: Any) -> MemoryEstimate:
     """The estimate for a small run."""
-    run = {"micro_batch_tokens": 100, "trained_sequences": 8, "longest_prompt": 10, "with_reference": False}
+    run = {"micro_batch_tokens": 100, "trained_tokens": 2112, "longest_prompt": 10, "with_reference": False}
     asked = {name: changes.pop(name) for name in [*changes] if name in Demand.__dataclass_fields__}
     asked = {**run, **asked}
-    demand = Demand(**{"sampled_sequences": asked["trained_sequences"], **asked})
+    demand = Demand(**{"sampled_sequences": 8, **asked})
     return estimate_memory(
         policy,
         **{
@@ -95,7 +95,7 @@ def test_checkpointing_and_smaller_micro_batches_need_less(tmp_path: Path) -> No
     def activations(micro_batch_tokens: int = 2048, **changes: Any) -> int:
         train = TrainSection(**changes)
         count = estimated(
-            policy_of(model), train, micro_batch_tokens=micro_batch_tokens, trained_sequences=64
+            policy_of(model), train, micro_batch_tokens=micro_batch_tokens, trained_tokens=2**20
         ).activations
         assert count is not None
         return count
@@ -132,7 +132,7 @@ def test_a_configuration_without_sizes_leaves_only_what_the_weights_say(tiny_mod
 
 def needed(policy: PolicyModel, tokens: int, train: TrainSection) -> int:
     """What the rest of a run needs when nothing but the weights is there: gradients, two moments, one micro-batch."""
-    estimate = estimated(policy, train, micro_batch_tokens=tokens, trained_sequences=10_000)
+    estimate = estimated(policy, train, micro_batch_tokens=tokens, trained_tokens=2**30)
     assert estimate.activations is not None
     assert estimate.head is not None
     return estimate.gradients + estimate.optimizer + 2 * (estimate.activations + estimate.head)

@@ -1,6 +1,7 @@
 """What a plan says, against numbers that are counted by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from grpo_cli.planning.plan import longest_prompt, plan_model, plan_training, re
 from grpo_cli.planning.work import Model, step_seconds, step_work
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.recipe.load import load_recipe
-from grpo_cli.recipe.schema import Recipe
+from grpo_cli.recipe.schema import Recipe, VllmSection
 
 QWEN_72B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568,
@@ -213,14 +214,8 @@ def test_a_completion_is_not_cut_however_small_the_budget(large: Path) -> None:
 
 def test_a_generation_of_several_steps_is_sampled_at_once(large: Path) -> None:
     def planned(steps: int) -> Any:
-        changes = (
-            "vllm.mode=null",
-            "vllm.tensor_parallel_size=1",
-            "vllm.engine={}",
-            "generation.max_num_seqs=100000",
-            f"grpo.steps_per_generation={steps}",
-        )
-        return plan_training(recipe_of(large, *changes), folder=large, machine=machine_of(32, 10_000))
+        recipe = recipe_of(large, "generation.max_num_seqs=100000", f"grpo.steps_per_generation={steps}")
+        return plan_training(replace(recipe, vllm=VllmSection()), folder=large, machine=machine_of(32, 10_000))
 
     one, four = planned(1), planned(4)
     assert four.memory.cache == 4 * one.memory.cache
