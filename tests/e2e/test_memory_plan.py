@@ -76,8 +76,8 @@ def planned(experiment: Experiment, count: int, changes: Mapping[str, object]) -
     return plan_training(loaded.recipe, folder=loaded.folder, machine=machine)
 
 
-NOTHING_AGAIN = {"train.gradient_checkpointing": False}
-ZERO = {"distributed.strategy": "deepspeed_zero3", "distributed.deepspeed_config": "zero.json"}
+NOTHING_AGAIN: dict[str, object] = {"train.gradient_checkpointing": False}
+ZERO: dict[str, object] = {"distributed.strategy": "deepspeed_zero3", "distributed.deepspeed_config": "zero.json"}
 CASES: dict[str, tuple[int, dict[str, object], str]] = {
     "alone": (1, {}, "training"),
     "fsdp2": (2, {"distributed.strategy": "fsdp2", **NOTHING_AGAIN}, "training"),
