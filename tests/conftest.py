@@ -29,7 +29,10 @@ def forget_the_rewards_module() -> Iterator[None]:
     sys.modules.pop("my_rewards", None)
 
 
-LONGEST = ("test_vllm_train", "test_vllm_recovery", "test_many_processes", "test_served_vllm", "test_same_answers")
+LONGEST = (
+    *("test_vllm_train", "test_vllm_recovery", "test_many_processes", "test_strategies", "test_memory_plan"),
+    *("test_served_vllm", "test_same_answers"),
+)
 """Files that take minutes, the longest first; all of their tests are slow."""
 
 
