@@ -22,11 +22,12 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def forget_the_rewards_module() -> Iterator[None]:
-    """Each experiment brings a `my_rewards.py` of its own; in one process, the next must not find the last one's."""
+    """Each experiment brings modules of its own, with names that others have; in one process, the next must not find the last one's."""
     path = list(sys.path)
     yield
     sys.path[:] = path
-    sys.modules.pop("my_rewards", None)
+    for name in ("my_rewards", "unhurried"):
+        sys.modules.pop(name, None)
 
 
 LONGEST = (
