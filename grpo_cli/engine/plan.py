@@ -4,7 +4,7 @@ from pathlib import Path
 
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import Demand, estimate_memory, fed_tokens
+from grpo_cli.engine.memory import Demand, MemoryEstimate, estimate_memory, fed_tokens
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
@@ -17,32 +17,10 @@ from grpo_cli.telemetry.plan import RunPlan
 def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     """Compute the plan of a run from what was built."""
     recipe = inputs.recipe
-    policy, model = stages.policy, stages.policy.model
+    model = stages.policy.model
     budget = stages.gradients.budget
     longest = inputs.prompts.longest
-    prompts_of_one = -(-recipe.train.prompts_per_step // stages.processes.count)
-    memory = estimate_memory(
-        policy,
-        spread=stages.strategy.spread,
-        device=stages.processes.device,
-        train=recipe.train,
-        generation=recipe.generation,
-        demand=Demand(
-            micro_batch_tokens=budget.tokens,
-            trained_tokens=fed_tokens(
-                prompts=prompts_of_one,
-                group=recipe.grpo.num_generations,
-                longest_prompt=longest or 0,
-                completion=recipe.generation.max_completion_length,
-                shares_prefix=stages.gradients.shares_prefix,
-            ),
-            sampled_sequences=prompts_of_one * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
-            longest_prompt=longest or 0,
-            with_reference=stages.reference is not None and stages.reference.policy is not policy,
-            vllm=_vllm_bytes(inputs, policy),
-            vllm_sleeps=recipe.vllm.enable_sleep_mode,
-        ),
-    )
+    memory = _memory(inputs, stages)
     dtype = dtype_name(model)
     rows = stages.prompts.rows_per_epoch
     prompts = inputs.length.total_steps * recipe.train.prompts_per_step // recipe.grpo.num_iterations
@@ -74,6 +52,34 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         memory_peak=memory.total,
         memory_available=total_memory(stages.processes.device),
         output_dir=_short(inputs.output_dir),
+    )
+
+
+def _memory(inputs: Inputs, stages: Stages) -> MemoryEstimate:
+    """Estimate what this process will need."""
+    recipe, policy, longest = inputs.recipe, stages.policy, inputs.prompts.longest or 0
+    prompts_of_one = -(-recipe.train.prompts_per_step // stages.processes.count)
+    return estimate_memory(
+        policy,
+        spread=stages.strategy.spread,
+        device=stages.processes.device,
+        train=recipe.train,
+        generation=recipe.generation,
+        demand=Demand(
+            micro_batch_tokens=stages.gradients.budget.tokens,
+            trained_tokens=fed_tokens(
+                prompts=prompts_of_one,
+                group=recipe.grpo.num_generations,
+                longest_prompt=longest,
+                completion=recipe.generation.max_completion_length,
+                shares_prefix=stages.gradients.shares_prefix,
+            ),
+            sampled_sequences=prompts_of_one * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
+            longest_prompt=longest,
+            with_reference=stages.reference is not None and stages.reference.policy is not policy,
+            vllm=_vllm_bytes(inputs, policy),
+            vllm_sleeps=recipe.vllm.enable_sleep_mode,
+        ),
     )
 
 
