@@ -47,20 +47,13 @@ def plan(
     from transformers.utils import logging
 
     from grpo_cli.planning.machine import planned_machine
-    from grpo_cli.planning.plan import longest_prompt, plan_model, remedies
+    from grpo_cli.planning.plan import plan_training
     from grpo_cli.planning.report import print_training_plan
-    from grpo_cli.policy.load import load_shapes
     from grpo_cli.recipe.load import load_recipe
 
     disable_progress_bars()
     logging.disable_progress_bar()
     loaded = load_recipe(recipe, overrides or [])
     machine = planned_machine(gpus=gpus, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
-    shapes, longest = (
-        load_shapes(loaded.recipe.model, folder=loaded.folder),
-        longest_prompt(loaded.recipe, loaded.folder),
-    )
-    found = plan_model(loaded.recipe, shapes, longest, machine, folder=loaded.folder)
-    found_wanting = found.is_too_large(machine)
-    helpful = remedies(loaded.recipe, shapes, longest, machine, folder=loaded.folder) if found_wanting else ()
-    print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine, remedies=helpful)
+    found = plan_training(loaded.recipe, folder=loaded.folder, machine=machine)
+    print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine)

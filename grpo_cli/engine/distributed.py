@@ -103,15 +103,10 @@ class Processes:
                     hint="all processes must be started with the same command, and a dataset's function must give all the same rows",
                 )
 
-    def place(self, policy: PlacedModule) -> PlacedModule:
-        """Move a model to this process's device, and let it compute in this run's precision."""
-        placed: PlacedModule = self._accelerator.prepare_model(policy, evaluation_mode=True)
+    def place(self, policy: PlacedModule, *, moves: bool = True) -> PlacedModule:
+        """Let a model compute in this run's precision, and move it to this process's device unless it is to stay where it is."""
+        placed: PlacedModule = self._accelerator.prepare_model(policy, device_placement=moves, evaluation_mode=True)
         return placed
-
-    def computing(self, policy: PlacedModule) -> PlacedModule:
-        """Let a model compute in this run's precision where it is."""
-        computing: PlacedModule = self._accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
-        return computing
 
     @contextmanager
     def autocast(self, *, keeps_weights: bool = False) -> Iterator[None]:

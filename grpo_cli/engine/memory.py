@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_cli.device_memory import free_memory
 from grpo_cli.engine.activations import Precision, activation_bytes, kept_bytes, precision_of
+from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.onednn import is_faster
@@ -39,36 +40,6 @@ MOST_TOKENS_ELSEWHERE = 4096
 
 LEAST_TOKENS = 64
 """An automatic budget does not go below this: single completions are about as long."""
-
-
-def fed_tokens(*, prompts: int, group: int, longest_prompt: int, completion: int, shares_prefix: bool) -> int:
-    """Count the tokens that go through the policy for some prompts with groups of completions, all as long as they may be."""
-    return prompts * (longest_prompt + group * completion if shares_prefix else group * (longest_prompt + completion))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """What a run asks of one process.
-
-    Attributes:
-        micro_batch_tokens: Most tokens in one forward.
-        trained_tokens: That it feeds for one optimizer step, with prompts and completions as long as they may be.
-        sampled_sequences: Completions of one generation.
-        longest_prompt: Tokens of the longest prompt.
-        with_reference: Whether there is a second model.
-        vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
-        vllm_sleeps: Whether it gives them back while the policy is trained.
-        most_cached_tokens: Bound of that cache; None: not known.
-    """
-
-    micro_batch_tokens: int
-    trained_tokens: int
-    sampled_sequences: int
-    longest_prompt: int
-    with_reference: bool
-    vllm: int | None = None
-    vllm_sleeps: bool = False
-    most_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +256,7 @@ def _cache(policy: PolicyModel, tokens: int, train: TrainSection) -> int | None:
 
 def _held(policy: PolicyModel, size: int, train: TrainSection, spread: Spread) -> int:
     """Bytes of weights or gradients as a process keeps them: DeepSpeed rounds with `train.bf16`."""
-    return size * 2 // next(policy.parameters()).element_size() if train.bf16 and spread.optimizes_copies else size
+    return _in_use(policy, size, train) if spread.optimizes_copies else size
 
 
 def _in_use(policy: PolicyModel, size: int, train: TrainSection) -> int:

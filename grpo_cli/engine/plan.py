@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from grpo_cli.device_memory import total_memory
+from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import Demand, MemoryEstimate, estimate_memory, fed_tokens
+from grpo_cli.engine.memory import MemoryEstimate, estimate_memory
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
@@ -58,27 +59,20 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
 def _memory(inputs: Inputs, stages: Stages) -> MemoryEstimate:
     """Estimate what this process will need."""
     recipe, policy, longest = inputs.recipe, stages.policy, inputs.prompts.longest or 0
-    prompts_of_one = -(-recipe.train.prompts_per_step // stages.processes.count)
     return estimate_memory(
         policy,
         spread=stages.strategy.spread,
         device=stages.processes.device,
         train=recipe.train,
         generation=recipe.generation,
-        demand=Demand(
+        demand=Demand.of(
+            recipe,
+            processes=stages.processes.count,
             micro_batch_tokens=stages.gradients.budget.tokens,
-            trained_tokens=fed_tokens(
-                prompts=prompts_of_one,
-                group=recipe.grpo.num_generations,
-                longest_prompt=longest,
-                completion=recipe.generation.max_completion_length,
-                shares_prefix=stages.gradients.shares_prefix,
-            ),
-            sampled_sequences=prompts_of_one * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
             longest_prompt=longest,
+            shares_prefix=stages.gradients.shares_prefix,
             with_reference=stages.reference is not None and stages.reference.policy is not policy,
             vllm=_vllm_bytes(inputs, policy),
-            vllm_sleeps=recipe.vllm.enable_sleep_mode,
         ),
     )
 

@@ -10,14 +10,8 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine.memory import (
-    Demand,
-    MemoryEstimate,
-    cached_tokens_that_fit,
-    estimate_memory,
-    fed_tokens,
-    tokens_that_fit,
-)
+from grpo_cli.engine.demand import Demand
+from grpo_cli.engine.memory import MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
 from grpo_cli.engine.strategies.spread import Spread, spread_of, spread_of_zero
@@ -32,6 +26,19 @@ from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.vllm.arguments import resolved_dtype
 from grpo_cli.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change to a recipe or machine with which a run would fit.
+
+    Attributes:
+        change: As it would be written.
+        total: Bytes of a process then.
+    """
+
+    change: str
+    total: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,7 @@ class TrainingPlan:
         work: Of an optimizer step.
         seconds: Rough time of a step's parts.
         vllm_needs: Bytes of the share that vLLM has there which its weights and one sequence take.
+        remedies: Changes with which a run fits that does not.
     """
 
     parameters: int
@@ -63,6 +71,7 @@ class TrainingPlan:
     work: StepWork
     seconds: Mapping[str, float]
     vllm_needs: int
+    remedies: Sequence[Remedy] = ()
 
     @property
     def bottleneck(self) -> tuple[str, float]:
@@ -93,10 +102,13 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
     shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
-    return plan_model(recipe, shapes, longest, machine, folder=folder)
+    plan = _plan(recipe, shapes, longest, machine, folder=folder)
+    if not plan.is_too_large(machine):
+        return plan
+    return replace(plan, remedies=_remedies(recipe, shapes, longest, machine, folder=folder))
 
 
-def plan_model(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> TrainingPlan:
+def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> TrainingPlan:
     """Work out what a recipe needs for a model of some shapes.
 
     Args:
@@ -168,7 +180,6 @@ def _spread(recipe: Recipe, model: Any, machine: Machine, folder: Path) -> tuple
 def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, longest: int) -> Demand:
     """Count what a process has to do, with the budgets that a run would find."""
     train, vllm = recipe.train, _vllm_bytes(recipe, policy, machine)
-    prompts = -(-train.prompts_per_step // machine.processes)
     models = 2 if _has_second_model(recipe) else 1
     held = models * sum(one.nbytes for one in policy.parameters()) // spread.weight_parts
     awake = 0 if recipe.vllm.enable_sleep_mode else vllm or 0
@@ -176,20 +187,14 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
     budget = train.micro_batch_tokens
     if budget is None:
         budget = tokens_that_fit(policy, free=free, train=train, spread=spread, device=machine.device)
-    return Demand(
+    return Demand.of(
+        recipe,
+        processes=machine.processes,
         micro_batch_tokens=budget,
-        trained_tokens=fed_tokens(
-            prompts=prompts,
-            group=recipe.grpo.num_generations,
-            longest_prompt=longest,
-            completion=recipe.generation.max_completion_length,
-            shares_prefix=recipe.model.share_prefix,
-        ),
-        sampled_sequences=prompts * recipe.grpo.num_generations * recipe.grpo.steps_per_generation,
         longest_prompt=longest,
+        shares_prefix=recipe.model.share_prefix,
         with_reference=models > 1,
         vllm=vllm,
-        vllm_sleeps=recipe.vllm.enable_sleep_mode,
         most_cached_tokens=cached_tokens_that_fit(policy, free=free, train=train, spread=spread),
     )
 
@@ -245,24 +250,11 @@ def _vllm_needs(recipe: Recipe, model: Any, longest: int) -> int:
     return weights + size * values * (longest + recipe.generation.max_completion_length)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change to a recipe or machine with which a run would fit.
-
-    Attributes:
-        change: As it would be written.
-        total: Bytes of a process then.
-    """
-
-    change: str
-    total: int
-
-
-def remedies(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> Sequence[Remedy]:
+def _remedies(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> Sequence[Remedy]:
     """Find changes with which a run fits that does not."""
     found = []
     for change, changed, place in _changes(recipe, machine):
-        plan = plan_model(changed, model, longest, place, folder=folder)
+        plan = _plan(changed, model, longest, place, folder=folder)
         if not plan.is_too_large(place):
             found.append(Remedy(change=change, total=plan.memory.total))
     return found

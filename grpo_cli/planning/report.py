@@ -1,12 +1,10 @@
 """A plan as text for a person."""
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.table import Table
 
 from grpo_cli.planning.machine import Machine
-from grpo_cli.planning.plan import Remedy, TrainingPlan
+from grpo_cli.planning.plan import TrainingPlan
 from grpo_cli.telemetry.readable import duration, magnitude, percent, short, size
 
 WHAT = {
@@ -25,14 +23,12 @@ WHAT = {
 """By component of `MemoryEstimate`."""
 
 
-def print_training_plan(
-    console: Console, plan: TrainingPlan, *, model: str, machine: Machine, remedies: Sequence[Remedy]
-) -> None:
+def print_training_plan(console: Console, plan: TrainingPlan, *, model: str, machine: Machine) -> None:
     """Print a plan: lines, and the memory of a process as a table."""
     for label, text in _lines(plan, model, machine):
         console.print(f"{label:<10} {text}", soft_wrap=True, highlight=False, markup=False)
     console.print(_memory_table(plan), highlight=False)
-    console.print(_verdict(plan, machine, remedies), soft_wrap=True, highlight=False, markup=False)
+    console.print(_verdict(plan, machine), soft_wrap=True, highlight=False, markup=False)
 
 
 def _lines(plan: TrainingPlan, model: str, machine: Machine) -> list[tuple[str, str]]:
@@ -77,7 +73,7 @@ def _memory_table(plan: TrainingPlan) -> Table:
     return table
 
 
-def _verdict(plan: TrainingPlan, machine: Machine, remedies: Sequence[Remedy]) -> str:
+def _verdict(plan: TrainingPlan, machine: Machine) -> str:
     """Say whether it fits, and if not, what is too large and what would help."""
     total, memory = plan.memory.total, machine.memory
     if memory is None:
@@ -91,6 +87,6 @@ def _verdict(plan: TrainingPlan, machine: Machine, remedies: Sequence[Remedy]) -
     largest = sorted(parts, key=lambda name: -(parts[name] or 0))[:2]
     lines = [
         f"does not fit: {size(total)} of {size(memory)}; the largest parts are {' and '.join(largest)}",
-        *(f"  fits with {one.change}: {size(one.total)}" for one in remedies),
+        *(f"  fits with {one.change}: {size(one.total)}" for one in plan.remedies),
     ]
-    return "\n".join(lines if remedies else [*lines, "  no single change that was tried makes it fit"])
+    return "\n".join(lines if plan.remedies else [*lines, "  no single change that was tried makes it fit"])

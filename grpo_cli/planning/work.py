@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from grpo_cli.engine.activations import LayerSizes
-from grpo_cli.engine.memory import fed_tokens
+from grpo_cli.engine.demand import fed_tokens
 from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.planning.machine import Machine
 from grpo_cli.policy.checkpointing import Checkpointing

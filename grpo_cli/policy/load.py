@@ -95,15 +95,32 @@ def load_shapes(section: ModelSection, *, folder: Path) -> Any:
     Raises:
         ModelError: If the configuration is not found, or is none of a causal language model.
     """
+    config = _load_config(section, folder)
+    with explained(section.name_or_path), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    return model.to(_weights_dtype(section, config))
+
+
+def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
+    """Tell in which precision a recipe's model will have its weights, from its configuration alone.
+
+    Raises:
+        ModelError: If the configuration is not found.
+    """
+    return _weights_dtype(section, _load_config(section, folder))
+
+
+def _load_config(section: ModelSection, folder: Path) -> Any:
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+
+
+def _weights_dtype(section: ModelSection, config: Any) -> torch.dtype:
     dtype = getattr(config, "dtype", None) if section.dtype == "auto" else getattr(torch, section.dtype)
-    return model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def caps_attention(config: Any) -> bool:

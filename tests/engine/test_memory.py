@@ -9,11 +9,11 @@ from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, PreTrainedConfig
 
 from grpo_cli.engine import memory
+from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.memory import (
     LEAST_TOKENS,
     MOST_TOKENS,
-    Demand,
     MemoryEstimate,
     automatic_micro_batch_tokens,
     estimate_memory,

@@ -15,7 +15,7 @@ from grpo_cli.cli.app import _Options, app
 from grpo_cli.engine.strategies.spread import spread_of
 from grpo_cli.errors import DataError, GrpoError
 from grpo_cli.planning.machine import SPEEDS, Machine, planned_machine
-from grpo_cli.planning.plan import longest_prompt, plan_model, plan_training, remedies
+from grpo_cli.planning.plan import longest_prompt, plan_training
 from grpo_cli.planning.work import Model, step_seconds, step_work
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.recipe.load import load_recipe
@@ -64,9 +64,9 @@ def test_the_reference_case_is_counted_to_the_byte(large: Path) -> None:
 
 def test_what_does_not_fit_is_told_with_what_would_help(large: Path) -> None:
     recipe, machine = recipe_of(large), machine_of(8)
-    shapes = load_shapes(recipe.model, folder=large)
-    assert plan_model(recipe, shapes, 512, machine, folder=large).is_too_large(machine)
-    found = {one.change: one.total for one in remedies(recipe, shapes, 512, machine, folder=large)}
+    plan = plan_training(recipe, folder=large, machine=machine)
+    assert plan.is_too_large(machine)
+    found = {one.change: one.total for one in plan.remedies}
     assert (
         "--gpus 16" not in found
     )  # 12 bytes of 73 billion in 16 parts are 55 GB, and 18 GB more of weights and gradients

@@ -17,7 +17,7 @@ from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
 from grpo_cli.errors import ModelError, Problem, RecipeError, TrainingError
-from grpo_cli.policy.load import load_shapes
+from grpo_cli.policy.load import load_shapes, weights_dtype
 from grpo_cli.recipe.schema import Recipe, VllmSection
 
 SHARE_OF_MEMORY = 0.6
@@ -154,7 +154,7 @@ def deepspeed_settings(recipe: Recipe, stage: int, folder: Path) -> dict[str, An
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if section.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    rounds = recipe.train.bf16 or next(load_shapes(recipe.model, folder=folder).parameters()).dtype == torch.bfloat16
+    rounds = recipe.train.bf16 or weights_dtype(recipe.model, folder=folder) == torch.bfloat16
     return {
         "steps_per_print": 2**62,
         **settings,

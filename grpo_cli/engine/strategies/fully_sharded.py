@@ -71,12 +71,12 @@ class FullySharded:
         for group in optimizer.param_groups:
             group["params"] = [cut[names[parameter]] for parameter in group["params"]]
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return self._processes.computing(policy)
+        return self._processes.place(policy, moves=False)
 
     def prepare_frozen(self, policy: PolicyModel) -> nn.Module:
         """See `Strategy`."""
         self._cut(policy)
-        return self._processes.computing(policy)
+        return self._processes.place(policy, moves=False)
 
     def _cut(self, policy: PolicyModel) -> None:
         """Cut a model into parts, and give every process its part of the first one's weights.
