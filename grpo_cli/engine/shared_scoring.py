@@ -1,7 +1,7 @@
 """Rewards of many processes: the main one calls the functions, once per completion, and all get the rewards."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,10 @@ class Scorer(Protocol):
     """
 
     names: tuple[str, ...]
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check before the first rollout that a dataset with these columns has all that the rewards need."""
+        ...
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
         """Score groups."""
@@ -59,6 +63,15 @@ class SharedScorer:
         self._processes = processes
         names = None if scorer is None else json.dumps(scorer.names).encode()
         self.names: tuple[str, ...] = tuple(json.loads(processes.from_main(names)))
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check in the main process.
+
+        Raises:
+            RewardError: There, as `RewardScorer.check_columns` does.
+        """
+        if self._scorer is not None:
+            self._scorer.check_columns(columns)
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
         """Score groups in the main process.

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from grpo_cli.recipe.distributed_rules import DISTRIBUTED_CHECKS
+from grpo_cli.recipe.eval_rules import EVAL_CHECKS
+from grpo_cli.recipe.eval_tasks import evaluation_tasks, reward_name, reward_sections
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
@@ -15,72 +17,68 @@ _SLICE = re.compile(r"\[.*\]$")
 _PROJECT_TRACKERS = ("wandb", "trackio")
 
 
-def reward_name(entry: RewardFunction) -> str:
-    """Give the name of a reward in metrics and files."""
-    if entry.name is not None:
-        return entry.name
-    if entry.path is not None:
-        return re.split(r"[.:]", entry.path)[-1]
-    return (entry.model or "").rstrip("/").rsplit("/", 1)[-1]
-
-
 def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
     """Give the datasets of a recipe by key."""
     yield "dataset", recipe.dataset
-    if recipe.eval.dataset is not None:
-        yield "eval.dataset", recipe.eval.dataset
+    yield from ((task.key, task.dataset) for task in evaluation_tasks(recipe))
 
 
 def reward_weights_match(recipe: Recipe) -> Iterable[Finding]:
     """Each reward function has a weight, and not all weights are 0."""
-    weights, functions = recipe.rewards.reward_weights, recipe.rewards.reward_funcs
-    if weights is None:
-        return
-    keys = ("rewards.reward_weights", "rewards.reward_funcs")
-    if len(weights) != len(functions):
-        message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
-        yield Finding(keys=keys, message=message)
-    elif not any(weights):
-        yield Finding(
-            keys=keys,
-            message="all weights are 0, so no reward counts; allowed: at least one other number",
-            hint="leave the key out to weigh all 1",
-        )
+    for key, section in reward_sections(recipe):
+        weights, functions = section.reward_weights, section.reward_funcs
+        if weights is None:
+            continue
+        keys = (f"{key}.reward_weights", f"{key}.reward_funcs")
+        if len(weights) != len(functions):
+            message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
+            yield Finding(keys=keys, message=message)
+        elif not any(weights):
+            yield Finding(
+                keys=keys,
+                message="all weights are 0, so no reward counts; allowed: at least one other number",
+                hint="leave the key out to weigh all 1",
+            )
 
 
 def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
     """A reward is either a function or a model, and has only keys of its kind."""
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        key = f"rewards.reward_funcs[{index}]"
-        if (entry.path is None) == (entry.model is None):
-            found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
-            yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
-        elif entry.model is not None and entry.parameters:
+    for section_key, section in reward_sections(recipe):
+        for index, entry in enumerate(section.reward_funcs):
+            yield from _wrong_entry(f"{section_key}.reward_funcs[{index}]", entry)
+
+
+def _wrong_entry(key: str, entry: RewardFunction) -> Iterable[Finding]:
+    if (entry.path is None) == (entry.model is None):
+        found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
+        yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
+    elif entry.model is not None and entry.parameters:
+        yield Finding(
+            keys=(f"{key}.parameters", f"{key}.model"),
+            message="a reward model takes no parameters; allowed: `parameters` beside `path`",
+        )
+    elif entry.path is not None:
+        for name, _, hint in changed(entry, ("batch_size", "max_length")):
             yield Finding(
-                keys=(f"{key}.parameters", f"{key}.model"),
-                message="a reward model takes no parameters; allowed: `parameters` beside `path`",
+                keys=(f"{key}.{name}", f"{key}.path"),
+                message=f"a reward function is given all completions, whole; allowed: `{name}` beside `model`",
+                hint=hint,
             )
-        elif entry.path is not None:
-            for name, _, hint in changed(entry, ("batch_size", "max_length")):
-                yield Finding(
-                    keys=(f"{key}.{name}", f"{key}.path"),
-                    message=f"a reward function is given all completions, whole; allowed: `{name}` beside `model`",
-                    hint=hint,
-                )
 
 
 def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
     """Metrics and files tell rewards apart by name."""
-    names = [reward_name(entry) for entry in recipe.rewards.reward_funcs]
-    counts = Counter(names)
-    for index, name in enumerate(names):
-        first = names.index(name)
-        if name and counts[name] > 1 and index > first:
-            yield Finding(
-                keys=(f"rewards.reward_funcs[{index}]", f"rewards.reward_funcs[{first}]"),
-                message=f"found a second reward with the name `{name}`; allowed: one name each",
-                hint=f"add `name: {name}_2`",
-            )
+    for key, section in reward_sections(recipe):
+        names = [reward_name(entry) for entry in section.reward_funcs]
+        counts = Counter(names)
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if name and counts[name] > 1 and index > first:
+                yield Finding(
+                    keys=(f"{key}.reward_funcs[{index}]", f"{key}.reward_funcs[{first}]"),
+                    message=f"found a second reward with the name `{name}`; allowed: one name each",
+                    hint=f"add `name: {name}_2`",
+                )
 
 
 def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
@@ -95,34 +93,17 @@ def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
             keys=("generation.min_p",),
             message="found 1, which leaves only the likeliest token: all completions of a prompt would be the same; allowed: below 1",
         )
-    if recipe.eval.dataset is not None and recipe.eval.temperature == 0 and recipe.eval.num_generations > 1:
-        yield Finding(
-            keys=("eval.num_generations", "eval.temperature"),
-            message=f"found {recipe.eval.num_generations} with temperature 0, which samples the same completion each time; "
-            "allowed: 1",
-            hint="or set `eval.temperature` above 0",
-        )
 
 
 def lengths_fit(recipe: Recipe) -> Iterable[Finding]:
     """The least completion is not longer than the longest."""
-    generation, evaluation = recipe.generation, recipe.eval
+    generation = recipe.generation
     least, most = "generation.min_completion_length", "generation.max_completion_length"
     if generation.min_completion_length > generation.max_completion_length:
         yield Finding(
             keys=(least, most),
             message=f"found {generation.min_completion_length}; allowed: at most {most}, which is "
             f"{generation.max_completion_length}",
-        )
-    elif (
-        evaluation.dataset is not None
-        and evaluation.max_completion_length is not None
-        and evaluation.max_completion_length < generation.min_completion_length
-    ):
-        yield Finding(
-            keys=("eval.max_completion_length", least),
-            message=f"found {evaluation.max_completion_length}; allowed: at least {least}, which is "
-            f"{generation.min_completion_length}",
         )
 
 
@@ -208,22 +189,6 @@ def warmup_is_clear(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
-def evaluation_is_possible(recipe: Recipe) -> Iterable[Finding]:
-    """There are prompts to evaluate on, and the best checkpoint is picked by an evaluation metric."""
-    if recipe.eval.every > 0 and recipe.eval.dataset is None:
-        yield Finding(
-            keys=("eval.every", "eval.dataset"),
-            message=f"found {recipe.eval.every} without `eval.dataset`; allowed: 0",
-            hint="name the held-out rows in `eval.dataset`",
-        )
-    if recipe.eval.dataset is not None and not recipe.eval.best_metric.startswith("eval/"):
-        yield Finding(
-            keys=("eval.best_metric",),
-            message=f'found "{recipe.eval.best_metric}"; allowed: a metric of the evaluation, which starts with eval/',
-            hint=f"did you mean `eval/{recipe.eval.best_metric}`?",
-        )
-
-
 def trackers_are_consistent(recipe: Recipe) -> Iterable[Finding]:
     """Each tracker is named once, and a project belongs to a tracker that has projects."""
     for tracker, count in Counter(recipe.logging.report_to).items():
@@ -251,7 +216,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     datasets_are_consistent,
     run_has_an_end,
     warmup_is_clear,
-    evaluation_is_possible,
+    *EVAL_CHECKS,
     trackers_are_consistent,
     *VLLM_CHECKS,
     *DISTRIBUTED_CHECKS,
@@ -259,6 +224,5 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
 
 
 def impossible_combinations(recipe: Recipe) -> Iterator[Finding]:
-    """Run all checks."""
-    for check in CHECKS:
-        yield from check(recipe)
+    """Run all checks. What several datasets have in common is found once."""
+    yield from dict.fromkeys(finding for check in CHECKS for finding in check(recipe))

@@ -40,12 +40,16 @@ def test_training_completions_read_back_with_their_rewards_and_advantages(tmp_pa
     }
 
 
-def test_evaluation_completions_lie_apart_and_have_no_advantage(tmp_path: Path, make_scored: Maker) -> None:
-    evaluation = Evaluation(step=0, metrics={"eval/reward": 1.0}, scored=[make_scored(["a"], [[1.0]])])
-    CompletionFiles(tmp_path, ["length"]).write_evaluation(evaluation)
-    table = pq.read_table(tmp_path / "eval" / "000000.parquet")
-    assert "advantage" not in table.column_names
-    assert table["reward/length"].to_pylist() == [1.0]
+def test_evaluation_completions_lie_apart_by_dataset_and_have_no_advantage(tmp_path: Path, make_scored: Maker) -> None:
+    tables = {
+        name: completion_table([make_scored(["a"], [[value]])], ["length"], step=10)
+        for name, value in ((None, 1.0), ("math", 0.5))
+    }
+    CompletionFiles(tmp_path, ["other"]).write_evaluation(Evaluation(step=10, metrics={}, tables=tables))
+    for name, value in (("000010", 1.0), ("math-000010", 0.5)):
+        table = pq.read_table(tmp_path / "eval" / f"{name}.parquet")
+        assert "advantage" not in table.column_names
+        assert table["reward/length"].to_pylist() == [value]
 
 
 @pytest.mark.parametrize(
