@@ -154,7 +154,7 @@ def _label(name: str) -> str:
 
 def _label_of_folder(folder: Path) -> str:
     """Name a model by its folder, and one of a run by the run's name too."""
-    parts = [part for part in folder.parts if part not in ("model", "checkpoints")] or ["model"]
-    last = parts[-1]
-    is_of_run = last == "final" or last.startswith("step-")
-    return _label(f"{parts[-2]}-{last}" if is_of_run and len(parts) > 1 else last)
+    checkpoint = folder.parent if folder.name == "model" else folder
+    if checkpoint.name.startswith("step-"):
+        return _label(f"{checkpoint.parent.parent.name}-{checkpoint.name}")
+    return _label(f"{folder.parent.name}-final" if folder.name == "final" else folder.name)

@@ -16,7 +16,7 @@ from grpo_cli.evaluation.measures import Measure
 from grpo_cli.evaluation.sheet import Floats
 
 CONFIDENCE = 0.95
-RESAMPLES = 4000
+RESAMPLES = 2000
 _ROWS_AT_ONCE = 2**21
 """Drawn prompts that are held in memory at once."""
 

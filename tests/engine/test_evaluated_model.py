@@ -80,6 +80,7 @@ def test_models_of_the_recipes_own_run_have_short_names(recipe: Recipe, tmp_path
 def test_a_folder_without_a_tokenizer_has_the_recipes(recipe: Recipe, tmp_path: Path) -> None:
     (model,) = found(recipe, make_model(tmp_path / "bare"))
     assert (model.label, model.section.tokenizer_name_or_path) == ("bare", "org/tokenizer")
+    assert found(recipe, make_model(tmp_path / "bare" / "model"))[0].label == "model"
 
 
 def test_adapters_bring_the_model_below_and_their_settings(recipe: Recipe, tmp_path: Path) -> None:
