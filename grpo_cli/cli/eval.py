@@ -8,7 +8,6 @@ import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
 
-
 ModelOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -20,19 +20,6 @@ from grpo_cli.recipe.load import load_recipe
 
 pytestmark = pytest.mark.e2e
 
-SCORER = '''
-
-def early(completions, log_extra, log_metric, **_):
-    """1 for completions whose first letter, which is the answer, is an early one."""
-    answers = [text[:1].lower() or None for text in completions]
-    log_extra("answer", answers)
-    log_metric("answered", sum(answer is not None for answer in answers) / len(answers))
-    return [float(answer is not None and answer < "m") for answer in answers]
-
-
-def first_letter(text):
-    return text[:1].lower() or None
-'''
 LETTERS = {"name": "held_out.jsonl", "reward_funcs": ["my_rewards.early"], "subset_column": "level"}
 BRIEF = {"name": "held_out.jsonl", "max_rows": 5, "temperature": 0.0, "num_generations": 1}
 
@@ -44,8 +31,6 @@ def experiment(tiny_model_folder: Path, tmp_path: Path) -> Experiment:
     made = make_experiment(tmp_path, tiny_model_folder, eval=evaluated)
     rows = [{"prompt": f"{word}: ", "level": ("easy", "hard")[index % 2]} for index, word in enumerate(WORDS)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with (tmp_path / "my_rewards.py").open("a") as file:
-        file.write(SCORER)
     return made
 
 
