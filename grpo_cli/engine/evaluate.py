@@ -26,12 +26,13 @@ from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.errors import Interrupted
+from grpo_cli.errors import Interrupted, TrainingError
 from grpo_cli.evaluation.intervals import CONFIDENCE
 from grpo_cli.evaluation.question import Results, answered
 from grpo_cli.evaluation.report import compared, dataset_report
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe
+from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.console import open_console
@@ -76,6 +77,7 @@ def evaluate(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], *, output: 
         Interrupted: After a signal; the same.
     """
     quiet_libraries()
+    _check_engine(loaded.recipe.vllm)
     processes = Processes(bf16=loaded.recipe.train.bf16)
     console = open_console()
     view = EvaluationView(console)
@@ -102,6 +104,16 @@ def evaluate(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], *, output: 
                 _write_json(output / "comparison.json", comparison)
     print_evaluations(console, [one.document for one in found.values()], comparison["differences"])
     view.say(f"results: {', '.join(str(output / label / 'eval.json') for label in found)}")
+
+
+def _check_engine(vllm: VllmSection) -> None:
+    """Refuse an engine that is spread over processes: there is one."""
+    if vllm.mode == "colocate" and vllm.tensor_parallel_size > 1:
+        raise TrainingError(
+            f"vllm.tensor_parallel_size: found {vllm.tensor_parallel_size} with vllm.mode: colocate, but `grpo eval` is one process; "
+            "allowed: 1",
+            hint="vllm.mode=server vllm.start=true spreads an engine over GPUs",
+        )
 
 
 @contextmanager

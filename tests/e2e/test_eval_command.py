@@ -252,6 +252,7 @@ def test_a_function_finds_answers_where_no_reward_logs_them(experiment: Experime
         ),
         (["eval.datasets.letters.subset_column=levle"], 'found "levle"; eval.datasets.letters has the columns', 2),
         (["eval.datasets.letters.answer_function=my_rewards.noisy"], "raised TypeError", 3),
+        (["vllm.mode=colocate", "vllm.tensor_parallel_size=2"], "but `grpo eval` is one process; allowed: 1", 4),
     ],
 )
 def test_errors_are_for_people(

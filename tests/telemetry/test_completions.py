@@ -107,7 +107,10 @@ def test_the_same_completions_give_the_same_bytes(tmp_path: Path, make_scored: M
 def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(tmp_path: Path) -> None:
     names = {
         "completions": ["train-000009.parquet", "train-000010.parquet", "train-1000000.parquet", "notes.txt"],
-        "eval": ["000000.parquet", "000010.parquet", "000020.parquet", ".writing-000010.parquet"],
+        "eval": [
+            *("000000.parquet", "000010.parquet", "000020.parquet", ".writing-000010.parquet"),
+            *("aime-2024-000000.parquet", "aime-2024-000010.parquet"),
+        ],
     }
     for folder, files in names.items():
         (tmp_path / folder).mkdir()
@@ -117,7 +120,7 @@ def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(t
     left = {folder: sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in names}
     assert left == {
         "completions": ["notes.txt", "train-000009.parquet", "train-000010.parquet"],
-        "eval": ["000000.parquet"],
+        "eval": ["000000.parquet", "aime-2024-000000.parquet"],
     }
 
 
