@@ -260,9 +260,9 @@ def _evaluated(
         completions = store.read_completions()
         assert completions is not None
         table, numbers = completions
-        found = answered(held_out.sheet(table), held_out.question(seed=seed))
+        found = answered(held_out.sheet(table), held_out.question())
         report = dataset_report(found, seed=seed)
-        others = {key: value for key, value in numbers.items() if key not in found.whole}
+        others = {key: value for key, value in numbers.items() if key not in found.metrics}
         results[held_out.task.label] = found
         reports[held_out.task.label] = {**report, "others": others, "sampling": dataclasses.asdict(sampling)}
     document = {

@@ -11,7 +11,7 @@ from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.randomness import own_randomness
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.evaluation.measures import measures, successes
+from grpo_cli.evaluation.question import answered
 from grpo_cli.metrics import Sum, merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
 from grpo_cli.recipe.eval_tasks import MEAN_REWARD
@@ -48,6 +48,17 @@ def plain_numbers(held_out: HeldOut, scores: Scores) -> dict[str, float]:
         ]
     )
     return results(found)
+
+
+def success_numbers(held_out: HeldOut, table: pa.Table) -> dict[str, float]:
+    """Give what is counted in correct completions, as far as it can be told which these are.
+
+    Args:
+        held_out: The dataset.
+        table: All of its completions, with the answers.
+    """
+    found = answered(held_out.sheet(table), held_out.question()).metrics
+    return {name: measure.value for name, measure in found.items() if "@" in name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,18 +100,11 @@ class Evaluator:
                 scores = scored(held_out, groups, trainer_state)
                 table = completion_table(scores.groups, held_out.scorer.names, step=trainer_state.global_step)
                 table = tables[held_out.task.name] = held_out.with_answers(table)
-            found = plain_numbers(held_out, scores) | self._of_success(held_out, table)
+            found = plain_numbers(held_out, scores) | success_numbers(held_out, table)
             metrics |= {f"{held_out.task.prefix}{name}": value for name, value in found.items()}
             problems += scores.problems
         told = self.processes.from_main(json.dumps(_with_mean_reward(metrics, self.held_out)).encode())
         return Evaluation(step=trainer_state.global_step, metrics=json.loads(told), tables=tables), problems
-
-    def _of_success(self, held_out: HeldOut, table: pa.Table) -> dict[str, float]:
-        """Measure what is counted in correct completions, as far as it can be told which these are."""
-        sheet, question = held_out.sheet(table), held_out.question(seed=self.seed)
-        success = successes(sheet, question.success_reward, question.threshold)
-        found = measures(sheet, success, question.sizes)
-        return {name: measure.value for name, measure in found.items() if "@" in name}
 
 
 def _with_mean_reward(metrics: Mapping[str, float], held_out: Sequence[HeldOut]) -> dict[str, float]:

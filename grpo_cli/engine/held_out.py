@@ -76,14 +76,13 @@ class HeldOut:
         """Hash its prompts, and the rows that the rewards look at."""
         return digest([(prompt.uid, prompt.ids, prompt.row) for prompt in self.prompts])
 
-    def question(self, *, seed: int) -> Question:
+    def question(self) -> Question:
         """Say what is asked of its completions."""
         settings = self.task.settings
         return Question(
             success_reward=None if settings.success is None else settings.success.reward,
             threshold=1.0 if settings.success is None else settings.success.threshold,
             sizes=pass_sizes(settings.num_generations),
-            seed=seed,
             subsets=None if settings.subset_column is None else self._subsets(settings.subset_column),
         )
 
@@ -200,7 +199,7 @@ def load_held_out(task: EvalTask, tokenizer: Any, scorer: Scorer, *, folder: Pat
         lines=[f"evaluation {line}" if task.name is None else f"{task.name}: {line}" for line in lines],
     )
     scorer.check_columns(prompts[0].row)
-    loaded.question(seed=seed)  # it looks at the column for subsets
+    loaded.question()  # it looks at the column for subsets
     return loaded
 
 

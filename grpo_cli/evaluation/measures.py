@@ -3,9 +3,9 @@
 A reward that did not apply is in neither, so that it is left out and not counted as 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +30,11 @@ class Measure:
         """The mean; NaN of nothing."""
         count = float(self.counts.sum())
         return float(self.totals.sum()) / count if count else float("nan")
+
+    def select(self, prompts: Sequence[int]) -> Self:
+        """Give the same of some of the prompts, by their numbers and in that order."""
+        chosen = list(prompts)
+        return type(self)(totals=self.totals[chosen], counts=self.counts[chosen])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

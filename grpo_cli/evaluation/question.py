@@ -15,51 +15,41 @@ class Question:
         success_reward: The reward function that says which completions are correct; None: the first, if it gives 0 and 1 alone.
         threshold: The least reward of a correct completion.
         sizes: The k of pass@k.
-        seed: Of the intervals.
         subsets: Of each prompt the value by which all is reported as well; None: by nothing.
     """
 
     success_reward: str | None
     threshold: float
     sizes: tuple[int, ...]
-    seed: int
     subsets: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """The measures of one dataset.
+    """The metrics of one dataset.
 
     Attributes:
         sheet: What they are of.
         success: Which completions are correct.
-        whole: All metrics by name.
-        parts: The same by subset.
+        metrics: By name.
+        subsets: Numbers of the prompts of each subset, by its name.
     """
 
     sheet: Sheet
     success: Success
-    whole: Mapping[str, Measure]
-    parts: Mapping[str, Mapping[str, Measure]]
+    metrics: Mapping[str, Measure]
+    subsets: Mapping[str, Sequence[int]]
 
 
 def answered(sheet: Sheet, question: Question) -> Results:
-    """Compute all metrics of a dataset, and of each of its subsets."""
+    """Compute all metrics of a dataset."""
     success = successes(sheet, question.success_reward, question.threshold)
     return Results(
         sheet=sheet,
         success=success,
-        whole=measures(sheet, success, question.sizes),
-        parts={
-            name: _part(sheet, success, question.sizes, prompts)
-            for name, prompts in _by_subset(question.subsets).items()
-        },
+        metrics=measures(sheet, success, question.sizes),
+        subsets=_by_subset(question.subsets),
     )
-
-
-def _part(sheet: Sheet, success: Success, sizes: tuple[int, ...], prompts: Sequence[int]) -> Mapping[str, Measure]:
-    values = None if success.values is None else success.values[list(prompts)]
-    return measures(sheet.select(prompts), Success(values=values, note=success.note), sizes)
 
 
 def _by_subset(subsets: Sequence[str] | None) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
 """An evaluation as plain data, for eval.json and for tables."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_cli.evaluation.intervals import Interval, difference, interval
@@ -22,8 +22,11 @@ def dataset_report(results: Results, *, seed: int) -> dict[str, Any]:
         "completions": sheet.lengths.size,
         "num_generations": sheet.num_generations,
         "notes": notes,
-        "metrics": _estimates(results.whole, seed),
-        "subsets": {name: _estimates(part, seed) for name, part in results.parts.items()},
+        "metrics": _estimates(results.metrics, seed),
+        "subsets": {
+            name: _estimates({metric: one.select(prompts) for metric, one in results.metrics.items()}, seed)
+            for name, prompts in results.subsets.items()
+        },
     }
 
 
@@ -36,25 +39,28 @@ def compared(ours: Results, theirs: Results, *, seed: int) -> dict[str, Any]:
         seed: Of the intervals.
     """
     numbers = {uid: number for number, uid in enumerate(theirs.sheet.uids)}
-    both = [(number, numbers[uid]) for number, uid in enumerate(ours.sheet.uids) if uid in numbers]
+    both = {number: numbers[uid] for number, uid in enumerate(ours.sheet.uids) if uid in numbers}
     return {
         "prompts": len(both),
-        "metrics": {
-            name: _told(_paired(measure, theirs.whole[name], both, seed=seed))
-            for name, measure in ours.whole.items()
-            if name in theirs.whole
+        "metrics": _differences(ours, theirs, both, seed=seed),
+        "subsets": {
+            name: _differences(ours, theirs, {one: both[one] for one in prompts if one in both}, seed=seed)
+            for name, prompts in ours.subsets.items()
         },
     }
 
 
-def _paired(ours: Measure, theirs: Measure, both: Sequence[tuple[int, int]], *, seed: int) -> dict[str, Any]:
-    mine, others = [number for number, _ in both], [number for _, number in both]
-    found = difference(
-        Measure(totals=ours.totals[mine], counts=ours.counts[mine]),
-        Measure(totals=theirs.totals[others], counts=theirs.counts[others]),
-        seed=seed,
-    )
-    return {"value": found.value, **_bounds(found.interval), "prompts": found.prompts}
+def _differences(ours: Results, theirs: Results, pairs: Mapping[int, int], *, seed: int) -> dict[str, Any]:
+    """Compare all metrics that both have on some prompts, given by their numbers there and here."""
+    found = {
+        name: difference(measure.select([*pairs]), theirs.metrics[name].select([*pairs.values()]), seed=seed)
+        for name, measure in ours.metrics.items()
+        if name in theirs.metrics
+    }
+    return {
+        name: _told({"value": one.value, **_bounds(one.interval), "prompts": one.prompts})
+        for name, one in found.items()
+    }
 
 
 def _estimates(found: Mapping[str, Measure], seed: int) -> dict[str, Any]:

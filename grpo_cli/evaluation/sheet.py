@@ -4,7 +4,7 @@ Letters in shapes: P prompts, G completions of a prompt, F reward functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -71,18 +71,6 @@ class Sheet:
     def num_generations(self) -> int:
         """Completions of a prompt."""
         return int(self.lengths.shape[1])
-
-    def select(self, prompts: Sequence[int]) -> Self:
-        """Give the sheet of some of the prompts, by their numbers and in that order."""
-        chosen = list(prompts)
-        return replace(
-            self,
-            uids=tuple(self.uids[number] for number in chosen),
-            rewards=self.rewards[chosen],
-            lengths=self.lengths[chosen],
-            truncated=self.truncated[chosen],
-            answers=None if self.answers is None else tuple(self.answers[number] for number in chosen),
-        )
 
 
 def _floats(column: pa.ChunkedArray) -> Floats:

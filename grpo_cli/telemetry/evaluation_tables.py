@@ -1,6 +1,7 @@
 """The outcome of `grpo eval` as tables: a dataset each, models side by side, and how they differ from the first."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -17,6 +18,29 @@ _OF_SUCCESS = ("avg@", "pass@", "maj@")
 """Beginnings of the metrics that are shown by subset, besides the reward; eval.json has all."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SideBySide:
+    """The columns that every table has.
+
+    Attributes:
+        labels: Of the models.
+        compared: Of those that are compared with the first one.
+    """
+
+    labels: Sequence[str]
+    compared: Sequence[str]
+
+    def table(self, *headers: str) -> Table:
+        """Make an empty table with columns of its own before a column for each model, and for each difference."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for header in headers:
+            table.add_column(header, overflow="fold")
+        differences = [f"{label} - {self.labels[0]}" for label in self.compared]
+        for label in (*self.labels, *differences):
+            table.add_column(Text(visible(label)), justify="right", overflow="fold")
+        return table
+
+
 def print_evaluations(
     console: Console, documents: Sequence[Mapping[str, Any]], differences: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -30,15 +54,16 @@ def print_evaluations(
     if not console.is_terminal:
         console.width = max(console.width, WIDTH_OF_A_LOG)
     confidence = f"{100 * documents[0]['confidence']:.0f} % intervals"
+    side = _SideBySide(labels=[document["label"] for document in documents], compared=[*differences])
     for dataset in documents[0]["datasets"]:
         reports = [document["datasets"][dataset] for document in documents]
-        compared = {label: differences[label][dataset] for label in differences}
+        compared = [one[dataset] for one in differences.values()]
         sizes = {f"{report['prompts']:,} prompts x {report['num_generations']} completions" for report in reports}
         _print_title(console, f"{dataset}: {' or '.join(sorted(sizes))}, {confidence}")
-        console.print(_table(documents, reports, compared))
+        console.print(_table(side, reports, compared))
         if reports[0]["subsets"]:
             _print_title(console, f"{dataset} by subset")
-            console.print(_subset_table(documents, reports))
+            console.print(_subset_table(side, reports, compared))
         for note in dict.fromkeys(note for report in reports for note in report["notes"]):
             console.print(Text(f"  {visible(note)}"), soft_wrap=True)
 
@@ -47,48 +72,39 @@ def _print_title(console: Console, title: str) -> None:
     console.print(Text(visible(title), style="bold"), soft_wrap=True)
 
 
-def _table(
-    documents: Sequence[Mapping[str, Any]],
-    reports: Sequence[Mapping[str, Any]],
-    compared: Mapping[str, Mapping[str, Any]],
-) -> Table:
+def _table(side: _SideBySide, reports: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> Table:
     """Lay out the metrics of one dataset."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("metric", overflow="fold")
-    for document in documents:
-        table.add_column(Text(visible(document["label"])), justify="right", overflow="fold")
-    for label in compared:
-        table.add_column(Text(f"{visible(label)} - {visible(documents[0]['label'])}"), justify="right", overflow="fold")
+    table = side.table("metric")
     for name in reports[0]["metrics"]:
         estimates = [report["metrics"].get(name) for report in reports]
-        paired = [one["metrics"].get(name) for one in compared.values()]
-        table.add_row(
-            Text(visible(name)),
-            *(Text(_estimate(one)) for one in estimates),
-            *(Text(_estimate(one, signed=True), style=_style(one)) for one in paired),
-        )
+        paired = [one["metrics"].get(name) for one in compared]
+        table.add_row(Text(visible(name)), *_cells(estimates, paired))
     return table
 
 
-def _subset_table(documents: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]) -> Table:
+def _subset_table(
+    side: _SideBySide, reports: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]
+) -> Table:
     """Lay out the metrics that matter most by subset."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("subset", overflow="fold")
-    table.add_column("prompts", justify="right")
-    table.add_column("metric", overflow="fold")
-    for document in documents:
-        table.add_column(Text(visible(document["label"])), justify="right", overflow="fold")
+    table = side.table("subset", "prompts", "metric")
     for subset, metrics in reports[0]["subsets"].items():
         for number, name in enumerate(_shown(metrics)):
-            estimates = [report["subsets"].get(subset, {}).get(name) for report in reports]
             prompts = max(estimate["prompts"] for estimate in metrics.values())
+            estimates = [report["subsets"].get(subset, {}).get(name) for report in reports]
+            paired = [one["subsets"].get(subset, {}).get(name) for one in compared]
             table.add_row(
                 Text("" if number else visible(subset)),
-                "" if number else f"{prompts:,}",
+                Text("" if number else f"{prompts:,}"),
                 Text(visible(name)),
-                *(Text(_estimate(one)) for one in estimates),
+                *_cells(estimates, paired),
             )
     return table
+
+
+def _cells(estimates: Iterable[Mapping[str, Any] | None], paired: Iterable[Mapping[str, Any] | None]) -> Iterator[Text]:
+    """Write what the models have, and their differences."""
+    yield from (Text(_estimate(one)) for one in estimates)
+    yield from (Text(_estimate(one, signed=True), style=_style(one)) for one in paired)
 
 
 def _shown(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -183,6 +183,9 @@ def test_models_are_compared_prompt_by_prompt(experiment: Experiment, warm: Warm
     assert told["value"] == pytest.approx(mean(ours) - mean(theirs))
     assert told["low"] < told["value"] < told["high"]
     assert told["prompts"] == 12
+    hard = comparison["differences"]["other"]["letters"]["subsets"]["hard"]["avg@4"]
+    assert hard["value"] == pytest.approx(mean(ours[1::2]) - mean(theirs[1::2]))
+    assert hard["prompts"] == 6
 
 
 @pytest.mark.slow

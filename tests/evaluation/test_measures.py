@@ -8,6 +8,7 @@ import torch
 from evaluation.evaluation_sheets import NOT_APPLIED, make_sheet
 
 from grpo_cli.evaluation.measures import measures, successes
+from grpo_cli.evaluation.question import Question, answered
 from grpo_cli.evaluation.sheet import Sheet
 from grpo_cli.metrics import results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
@@ -84,9 +85,13 @@ def test_votes_are_counted_by_prompt() -> None:
     assert "maj@3" not in values_of(make_sheet(rewards), sizes=(1, 3)), "without answers there is no vote"
 
 
-def test_some_prompts_are_measured_as_if_they_were_all() -> None:
+def test_subsets_are_measured_as_if_they_were_all() -> None:
     rewards = np.random.default_rng(1).integers(0, 2, size=(6, 4, 1)).astype(float)
-    sheet = make_sheet(rewards, answers=tuple(("x", "y", "x", "z") for _ in range(6)))
-    part = sheet.select([4, 1])
-    assert part.uids == ("0:4", "0:1")
-    assert values_of(part)["avg@4"] == rewards[[4, 1]].mean()
+    answers = tuple(("x", "y", "x", "z") for _ in range(6))
+    question = Question(success_reward=None, threshold=1.0, sizes=(1, 4), subsets=("b", "a", "b", "b", "a", "b"))
+    results = answered(make_sheet(rewards, answers=answers), question)
+    assert dict(results.subsets) == {"a": [1, 4], "b": [0, 2, 3, 5]}
+    for prompts in results.subsets.values():
+        alone = values_of(make_sheet(rewards[list(prompts)], answers=answers[: len(prompts)]), sizes=(1, 4))
+        for name in ("reward", "avg@4", "pass@4", "maj@4", "completions/mean_length"):
+            assert results.metrics[name].select(prompts).value == alone[name]

@@ -41,14 +41,15 @@ def test_models_stand_side_by_side_with_their_difference(plain_console: Console,
 
 def test_subsets_show_the_metrics_that_matter_most(plain_console: Console, written: Callable[[], str]) -> None:
     metrics = {name: estimate(0.5) for name in ("reward", "reward/a/mean", "avg@2", "completions/mean_length")}
-    print_evaluations(plain_console, [document("a", 0.25, hard=metrics)], {})
+    differences = {"b": {"math": {"metrics": {}, "subsets": {"hard": {"avg@2": estimate(-0.25, -0.5, -0.125)}}}}}
+    print_evaluations(plain_console, [document("a", 0.25, hard=metrics), document("b", 0.5, hard=metrics)], differences)
     lines = [line.rstrip() for line in written().splitlines()]
     assert lines[lines.index("math by subset") + 1 :] == [
         "",
-        "  subset   prompts   metric     a",
-        " ─────────────────────────────────",
-        "  hard           3   reward   0.5",
-        "                     avg@2    0.5",
+        "  subset   prompts   metric     a     b                  b - a",
+        " ──────────────────────────────────────────────────────────────",
+        "  hard     3         reward   0.5   0.5                      -",
+        "                     avg@2    0.5   0.5   -0.25 [-0.5, -0.125]",
         "",
         "  a note",
     ]
