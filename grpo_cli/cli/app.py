@@ -15,6 +15,7 @@ from grpo_cli.cli.check import check
 from grpo_cli.cli.export import export
 from grpo_cli.cli.plan import plan
 from grpo_cli.cli.recipes import recipes
+from grpo_cli.cli.reward import reward
 from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.cli.vllm_serve import vllm_serve
 from grpo_cli.errors import GrpoError, Interrupted, LostProcessError, RecipeError
@@ -66,6 +67,7 @@ app.command(name="recipes")(recipes)
 app.command(name="vllm-serve")(vllm_serve)
 app.command(name="plan")(plan)
 app.command(name="export")(export)
+app.add_typer(reward, name="reward")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import Sum, merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.telemetry.rollouts import rollout_metrics
 from grpo_cli.types import PolicyVersion, Prompt, Sampling

@@ -11,7 +11,7 @@ from datasets import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy, loop_settings
+from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.inputs import Inputs
@@ -22,6 +22,7 @@ from grpo_cli.engine.resume import Resumed, find_resumed
 from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.settings import loop_settings
 from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
@@ -29,6 +30,7 @@ from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.console import open_console, open_view
@@ -108,10 +110,12 @@ def _load_inputs(
     scorer = _load_scorer(loaded, processes) if processes.is_main else None
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
+    descriptions: tuple[str, ...] = ()
     if scorer is not None:
         scorer.check_columns(prompts.first.row)
+        descriptions = scorer.descriptions
     held_out = load_held_out_prompts(recipe.eval.dataset, tokenizer, folder=folder, seed=seed)
-    for line in (*loaded.notices, *prompts.lines, *held_out.lines):
+    for line in (*loaded.notices, *prompts.lines, *held_out.lines, *descriptions):
         _tell(console, line)
     return Inputs(
         recipe=recipe,
@@ -133,8 +137,9 @@ def _load_scorer(loaded: LoadedRecipe, processes: Processes) -> RewardScorer:
     """Load the reward functions."""
     section = loaded.recipe.rewards
     trusts = loaded.recipe.model.trust_remote_code
-    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
-    return RewardScorer(rewards, on_error=section.on_error)
+    loop = EventLoop()
+    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts, loop=loop)
+    return RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value, loop=loop)
 
 
 def _open_recorder(inputs: Inputs, console: Console) -> Recorder:

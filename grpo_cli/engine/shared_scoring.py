@@ -9,8 +9,8 @@ import torch
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.metrics import from_plain, to_plain
-from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.scoring.runtime import RewardScorer, Scores
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Group, ScoredGroup
 
 
@@ -22,6 +22,10 @@ class Scorer(Protocol):
     """
 
     names: tuple[str, ...]
+
+    def start(self, group: Group, trainer_state: TrainerState) -> None:
+        """Begin to score a group."""
+        ...
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
         """Score groups."""
@@ -60,6 +64,11 @@ class SharedScorer:
         names = None if scorer is None else json.dumps(scorer.names).encode()
         self.names: tuple[str, ...] = tuple(json.loads(processes.from_main(names)))
 
+    def start(self, group: Group, trainer_state: TrainerState) -> None:
+        """Begin to score a group that the main process's engine has sampled."""
+        if self._scorer is not None:
+            self._scorer.start(group, trainer_state)
+
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
         """Score groups in the main process.
 
@@ -82,7 +91,9 @@ class SharedScorer:
                 )
             ),
             metrics=from_plain(told["metrics"]),
+            logged=frozenset(told["logged"]),
             problems=tuple(told["problems"]),
+            failed_prompts=told["failed_prompts"],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,6 +115,8 @@ def _message(scores: Scores) -> bytes:
     told = {
         "dropped": [one.dropped for one in scores.groups],
         "metrics": to_plain(scores.metrics),
+        "logged": sorted(scores.logged),
         "problems": list(scores.problems),
+        "failed_prompts": scores.failed_prompts,
     }
     return packed({"rewards": torch.cat([one.rewards for one in scores.groups])}, told)

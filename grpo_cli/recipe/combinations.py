@@ -6,22 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from grpo_cli.recipe.distributed_rules import DISTRIBUTED_CHECKS
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
+from grpo_cli.recipe.idle_settings import IDLE_CHECKS
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
-from grpo_cli.recipe.schema import DatasetSection, Recipe, RewardFunction
+from grpo_cli.recipe.reward_rules import REWARD_CHECKS
+from grpo_cli.recipe.schema import DatasetSection, Recipe
 from grpo_cli.recipe.vllm_rules import VLLM_CHECKS
 
 _SLICE = re.compile(r"\[.*\]$")
 _PROJECT_TRACKERS = ("wandb", "trackio")
-
-
-def reward_name(entry: RewardFunction) -> str:
-    """Give the name of a reward in metrics and files."""
-    if entry.name is not None:
-        return entry.name
-    if entry.path is not None:
-        return re.split(r"[.:]", entry.path)[-1]
-    return (entry.model or "").rstrip("/").rsplit("/", 1)[-1]
 
 
 def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
@@ -29,58 +21,6 @@ def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
     yield "dataset", recipe.dataset
     if recipe.eval.dataset is not None:
         yield "eval.dataset", recipe.eval.dataset
-
-
-def reward_weights_match(recipe: Recipe) -> Iterable[Finding]:
-    """Each reward function has a weight, and not all weights are 0."""
-    weights, functions = recipe.rewards.reward_weights, recipe.rewards.reward_funcs
-    if weights is None:
-        return
-    keys = ("rewards.reward_weights", "rewards.reward_funcs")
-    if len(weights) != len(functions):
-        message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
-        yield Finding(keys=keys, message=message)
-    elif not any(weights):
-        yield Finding(
-            keys=keys,
-            message="all weights are 0, so no reward counts; allowed: at least one other number",
-            hint="leave the key out to weigh all 1",
-        )
-
-
-def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
-    """A reward is either a function or a model, and has only keys of its kind."""
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        key = f"rewards.reward_funcs[{index}]"
-        if (entry.path is None) == (entry.model is None):
-            found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
-            yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
-        elif entry.model is not None and entry.parameters:
-            yield Finding(
-                keys=(f"{key}.parameters", f"{key}.model"),
-                message="a reward model takes no parameters; allowed: `parameters` beside `path`",
-            )
-        elif entry.path is not None:
-            for name, _, hint in changed(entry, ("batch_size", "max_length")):
-                yield Finding(
-                    keys=(f"{key}.{name}", f"{key}.path"),
-                    message=f"a reward function is given all completions, whole; allowed: `{name}` beside `model`",
-                    hint=hint,
-                )
-
-
-def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
-    """Metrics and files tell rewards apart by name."""
-    names = [reward_name(entry) for entry in recipe.rewards.reward_funcs]
-    counts = Counter(names)
-    for index, name in enumerate(names):
-        first = names.index(name)
-        if name and counts[name] > 1 and index > first:
-            yield Finding(
-                keys=(f"rewards.reward_funcs[{index}]", f"rewards.reward_funcs[{first}]"),
-                message=f"found a second reward with the name `{name}`; allowed: one name each",
-                hint=f"add `name: {name}_2`",
-            )
 
 
 def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
@@ -238,9 +178,7 @@ def trackers_are_consistent(recipe: Recipe) -> Iterable[Finding]:
 
 
 CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
-    reward_weights_match,
-    reward_entries_are_whole,
-    reward_names_differ,
+    *REWARD_CHECKS,
     *OBJECTIVE_CHECKS,
     *IDLE_CHECKS,
     completions_can_vary,
