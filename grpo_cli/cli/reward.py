@@ -44,7 +44,7 @@ def try_rewards(
     Examples:
       grpo reward test recipes/quickstart.yaml --text "Paris." --text "The capital of France is Paris."
       grpo reward test recipes/math.yaml --row 17 --text "The answer is \\boxed{42}."
-      grpo reward test runs/math/recipe.yaml --from runs/math/completions/train-000010.parquet
+      grpo reward test recipes/math.yaml --from runs/math/completions/train-000010.parquet
     """  # noqa: D301  \b keeps the lines apart
     if (source is None) == (not texts):
         raise typer.BadParameter("one of --from and --text says which completions to score")

@@ -168,7 +168,7 @@ def _prompt(builder: PromptBuilder, columns: Mapping[str, Any], row: int, then: 
     if then is not None and then != prompt.text:
         raise DataError(
             f"dataset: the prompt of row {row} is not the one that was completed",
-            hint="take the recipe of that run, recipe.yaml in its run directory",
+            hint="take the recipe of that run",
         )
     return prompt
 

@@ -14,6 +14,7 @@ from grpo_cli.telemetry.readable import duration, head_and_tail, short, visible
 from grpo_cli.types import ScoredGroup
 
 _CHARACTERS = 160
+_NAME_CHARACTERS = 32
 
 
 def print_reward_table(
@@ -46,7 +47,7 @@ def _completions(scored: Sequence[ScoredGroup], names: Sequence[str], weights: S
             table.add_row(
                 Text(f"row {one.group.prompt.uid.rpartition(':')[2]}" if completion.index == 0 else ""),
                 Text(head_and_tail(visible(completion.text), _CHARACTERS)),
-                *("failed" if one.dropped else short(reward) for reward in rewards),
+                *("failed" if one.dropped else short(reward + 0.0) for reward in rewards),
                 short(math.fsum(applied) if applied else math.nan),
             )
     return table
@@ -55,12 +56,13 @@ def _completions(scored: Sequence[ScoredGroup], names: Sequence[str], weights: S
 def _functions(
     scored: Sequence[ScoredGroup], names: Sequence[str], weights: Sequence[float], metrics: Metrics
 ) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("function", "weight", "mean", "std", "min", "max", "did not apply", "time", "failed calls"):
-        table.add_column(title, justify="left" if title == "function" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("function", min_width=min(max(map(len, names)), _NAME_CHARACTERS), overflow="fold")
+    for title in ("weight", "mean", "std", "min", "max", "null", "time", "failed"):
+        table.add_column(title, justify="right", no_wrap=True)
     for number, name in enumerate(names):
         column = [rewards[number] for one in scored if not one.dropped for rewards in one.rewards.tolist()]
-        values = [value for value in column if not math.isnan(value)]
+        values = [value + 0.0 for value in column if not math.isnan(value)]  # no minus before a 0
         failed = metrics.get(f"reward/{name}/failed_calls")
         table.add_row(
             Text(visible(name)),

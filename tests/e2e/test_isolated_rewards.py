@@ -37,6 +37,7 @@ class Going(Counting):
 
 
 def experiment(folder: Path, model: Path, *rewards: Any, **sections: dict[str, Any]) -> Experiment:
+    sections["train"] = {"prompts_per_step": 4, "max_steps": 3, **sections.get("train", {})}
     made = make_experiment(
         folder, model, rewards={"reward_funcs": list(rewards), **sections.pop("rewards", {})}, **sections
     )
@@ -61,8 +62,8 @@ def test_a_function_that_ends_its_process_costs_its_prompts_and_not_the_run(
     )
     run(load_recipe(made.recipe))
     told = records(made.output())
-    assert len(told) == 6
-    # 12 rows, each drawn once in 6 steps of 2.
+    assert len(told) == 3
+    # 12 rows, each drawn once in 3 steps of 4; a third of them is deadly.
     assert sum(step["rewards/failed_prompts"] for step in told) == 4
     assert sum(step["rewards/dropped_prompts"] for step in told) == 4
     assert sum(step.get("reward/deadly/failed_calls", 0) for step in told) == 4
@@ -90,7 +91,7 @@ def test_a_value_in_the_place_of_a_failure_goes_into_the_rewards(tiny_model_fold
     ("function", "budget", "message"),
     [
         ("always_deadly", 1.0, "a reward function failed on every prompt"),
-        ("deadly", 0.5, r"failed on 1 of 2 prompts; `rewards.failure_budget` allows less than 0.5 of them"),
+        ("deadly", 0.25, r"failed on \d of 4 prompts; `rewards.failure_budget` allows less than 0.25 of them"),
     ],
 )
 def test_a_run_stops_if_functions_fail_on_too_much(
@@ -111,10 +112,11 @@ def test_an_isolated_function_gives_the_run_that_it_gives_in_the_trainers_proces
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     """A part of it is scored while other completions are still being sampled."""
-    for folder, keys in (("own", {"isolated": True}), ("here", {"isolated": False})):
+    for name, keys in (("own", {"isolated": True}), ("here", {"isolated": False})):
         rewards = ["my_rewards.few_letters", {"path": "my_rewards.Counting", "per_prompt": True, **keys}]
-        run(load_recipe(experiment(tmp_path / folder, tiny_model_folder, *rewards).recipe))
-    mine, theirs = completions(tmp_path / "own/run"), completions(tmp_path / "here/run")
+        made = experiment(tmp_path, tiny_model_folder, *rewards)
+        run(load_recipe(made.recipe, [f"train.output_dir={made.output(name)}"]))
+    mine, theirs = completions(tmp_path / "own"), completions(tmp_path / "here")
     assert {name: sorted(row["reward/Counting"] for row in rows) for name, rows in mine.items()} == {
         name: sorted(row["reward/Counting"] for row in rows) for name, rows in theirs.items()
     }
@@ -122,9 +124,9 @@ def test_an_isolated_function_gives_the_run_that_it_gives_in_the_trainers_proces
 
 def test_state_and_recent_rewards_are_resumed_exactly(tiny_model_folder: Path, tmp_path: Path) -> None:
     rewards = ["my_rewards.few_letters", isolated("Going")]
-    whole = experiment(tmp_path / "whole", tiny_model_folder, *rewards)
-    run(load_recipe(whole.recipe))
-    parts = experiment(tmp_path / "parts", tiny_model_folder, *rewards, train={"save_steps": 1})
-    run(load_recipe(parts.recipe, ["train.max_steps=3"]))
-    run(load_recipe(parts.recipe), resume="newest")
-    assert_same_run(parts.output(), whole.output())
+    made = experiment(tmp_path, tiny_model_folder, *rewards)
+    run(load_recipe(made.recipe))
+    parts = f"train.output_dir={made.output('parts')}"
+    run(load_recipe(made.recipe, [parts, "train.max_steps=1", "train.lr_scheduler_type=constant"]))
+    run(load_recipe(made.recipe, [parts]), resume="newest")
+    assert_same_run(made.output("parts"), made.output())

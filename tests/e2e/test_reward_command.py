@@ -42,7 +42,7 @@ def test_completions_given_by_hand_are_scored_with_the_columns_of_their_row(
 def test_a_runs_completions_get_the_rewards_that_the_run_gave(experiment: Experiment, warm: WarmStart) -> None:
     assert warm.run("train", experiment.recipe, "train.max_steps=1").returncode == 0
     file = experiment.output() / "completions/train-000001.parquet"
-    outcome = warm.run("reward", "test", experiment.output() / "recipe.yaml", "--from", file)
+    outcome = warm.run("reward", "test", experiment.recipe, "--from", file)
     assert (outcome.returncode, outcome.stderr) == (0, "")
     rewards = pq.read_table(file)["reward/few_letters"].to_pylist()
     line = next(
