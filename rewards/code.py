@@ -65,8 +65,11 @@ class PassedTests:
         allow_unconfined: bool = False,
     ) -> None:
         numbers = {
-            **{"timeout_seconds": timeout_seconds, "max_seconds": max_seconds, "max_memory_mib": max_memory_mib},
-            **{"max_output_mib": max_output_mib, "max_disk_mib": max_disk_mib},
+            "timeout_seconds": timeout_seconds,
+            "max_seconds": max_seconds,
+            "max_memory_mib": max_memory_mib,
+            "max_output_mib": max_output_mib,
+            "max_disk_mib": max_disk_mib,
             "concurrency": 1 if concurrency is None else concurrency,
         }
         for name, number in numbers.items():
@@ -140,9 +143,7 @@ class PassedTests:
             source = text
         if source is None:
             return [Verdict(passed=False, why="no program")] * len(cases)
-        return judge(
-            self._choice.sandbox, source, cases, seconds=self._timeout_seconds, max_seconds=self._max_seconds
-        )
+        return judge(self._choice.sandbox, source, cases, seconds=self._timeout_seconds, max_seconds=self._max_seconds)
 
     def _reward(self, verdicts: Sequence[Verdict]) -> float:
         share = sum(each.passed for each in verdicts) / len(verdicts)

@@ -93,7 +93,9 @@ class Judge:
         if not min_score < max_score:
             raise ValueError(f"min_score is {min_score} and max_score {max_score}; allowed is a smaller min_score")
         if concurrency < 1 or max_retries < 0 or timeout_seconds <= 0 or (requests_per_minute or 1) <= 0:
-            raise ValueError("concurrency, timeout_seconds and requests_per_minute are above 0, and max_retries not below")
+            raise ValueError(
+                "concurrency, timeout_seconds and requests_per_minute are above 0, and max_retries not below"
+            )
         self._pattern = _compiled(score_pattern)
         self._fields = _fields(prompt)
         self._base_url, self._prompt, self._system_prompt = base_url, prompt, system_prompt
@@ -150,9 +152,13 @@ class Judge:
         """
         missing = self._fields - {"prompt", "completion"} - columns.keys()
         if missing:
-            raise ValueError(f"the prompt of the judge names {min(missing)!r}; columns are: {', '.join(sorted(columns))}")
+            raise ValueError(
+                f"the prompt of the judge names {min(missing)!r}; columns are: {', '.join(sorted(columns))}"
+            )
         bodies = [
-            self._body(prompt, text_of(completion), {name: columns[name][index] for name in self._fields & columns.keys()})
+            self._body(
+                prompt, text_of(completion), {name: columns[name][index] for name in self._fields & columns.keys()}
+            )
             for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
         keys = [request_key(self._base_url, body) for body in bodies]
@@ -252,7 +258,9 @@ def _fields(template: str) -> set[str]:
         raise ValueError(f"prompt is no template: {error}; braces that stand for themselves are doubled") from error
     for name in names:
         if not name.isidentifier():
-            raise ValueError(f"prompt has {{{name}}}; allowed is the name of a column, and braces for themselves are doubled")
+            raise ValueError(
+                f"prompt has {{{name}}}; allowed is the name of a column, and braces for themselves are doubled"
+            )
     if "completion" not in names:
         raise ValueError("prompt has no {completion}, so there would be nothing to judge")
     return names

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import datetime
 import email.utils
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -138,7 +138,9 @@ class ChatClient:
                 num_output_tokens=int(usage.get("completion_tokens") or 0),
             )
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _PassingError(f"{self._place()} answered what is no reply: {self._without_key(response.text)}") from error
+            raise _PassingError(
+                f"{self._place()} answered what is no reply: {self._without_key(response.text)}"
+            ) from error
 
     def _message(self, response: httpx.Response) -> str:
         try:
@@ -199,5 +201,5 @@ def _retry_after(response: httpx.Response) -> float | None:
         return float(text)
     with contextlib.suppress(ValueError, TypeError):
         date = email.utils.parsedate_to_datetime(text)
-        return (date - datetime.datetime.now(datetime.UTC)).total_seconds()
+        return (date - datetime.now(UTC)).total_seconds()
     return None

@@ -95,7 +95,9 @@ def examine(sandbox: Sandbox) -> tuple[str, ...]:
         finished = sandbox.run("rewards.confinement.escapes", {**baits, **limits}, seconds=_SECONDS)
     if finished.end is not End.EXIT or finished.code != 0:
         words = finished.errors.decode(errors="replace").strip().splitlines()
-        raise ConfinementError(f"{sandbox.layer}: a confined process does not work: {words[-1] if words else finished.end}")
+        raise ConfinementError(
+            f"{sandbox.layer}: a confined process does not work: {words[-1] if words else finished.end}"
+        )
     opened: list[str] = json.loads(finished.output)
     return tuple(opened)
 

@@ -7,8 +7,6 @@ what failed; then nothing is run. The work is the function `main` of a module of
 this package's that the orders name, imported before files are hidden.
 """
 
-# ruff: noqa: PTH  importing pathlib would take a good part of the start
-
 import importlib
 import json
 import os

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ def main(task: Mapping[str, Any]) -> None:
         task: `port` and `abstract`, where somebody listens; `files` that must not be opened; `beside`, where none may be made;
             `variables` that may be set; `parent`, a process; `max_threads`; `max_memory_bytes`.
     """
+    importlib.import_module("colorsys")  # what nothing imports by itself
     opened = [name for name, attempt in ATTEMPTS.items() if attempt(task)]
     with open("own", "w+", encoding="utf-8") as file:  # noqa: PTH123  what programs do
         file.write("works")
@@ -34,7 +36,7 @@ def _succeeds(action: Callable[..., object], *arguments: object) -> bool:
 
 
 def _network(task: Mapping[str, Any]) -> bool:
-    def connect(family: int, address: object) -> None:
+    def connect(family: int, address: Any) -> None:
         with socket.socket(family) as connection:
             connection.settimeout(5)
             connection.connect(address)
@@ -86,7 +88,7 @@ def _processes(task: Mapping[str, Any]) -> bool:
     for thread in started:
         thread.join()
     threading.stack_size(0)
-    return len(started) > task["max_threads"]
+    return len(started) > int(task["max_threads"])
 
 
 def _memory(task: Mapping[str, Any]) -> bool:

@@ -13,9 +13,7 @@ from collections.abc import Iterable
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
-_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (
-    1 << bit for bit in (1, 2, 3, 5, 8, 14)
-)
+_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
 _FILE_RIGHTS = _WRITE_FILE | _READ_FILE | _TRUNCATE
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """How many rights each version knows; later ones 16."""

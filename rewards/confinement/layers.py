@@ -23,7 +23,17 @@ class Layer(StrEnum):
 
 
 _SYSTEM = (
-    *("/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/share", "/usr/local/lib", "/usr/local/lib64"),
+    *(
+        "/bin",
+        "/lib",
+        "/lib64",
+        "/usr/bin",
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/share",
+        "/usr/local/lib",
+        "/usr/local/lib64",
+    ),
     *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
 )
 _INSTALLED = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
@@ -36,7 +46,7 @@ def readable_paths() -> list[str]:
     None lies below another. Where a path leads through links, the place that it leads to is listed too.
     """
     prefixes = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
-    installed = [os.path.join(prefix, part) for prefix in prefixes for part in _INSTALLED]
+    installed = [str(Path(prefix, part)) for prefix in prefixes for part in _INSTALLED]
     installed += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     interpreters = [str(Path(path).parent) for path in (sys.executable, os.path.realpath(sys.executable))]
     libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")]
@@ -48,7 +58,10 @@ def readable_paths() -> list[str]:
 def environment(folder: str) -> dict[str, str]:
     """Make the environment of a program, which has nothing of this process's but where shared libraries are."""
     variables = {
-        **{"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+        "HOME": folder,
+        "TMPDIR": folder,
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # the order of a set is the same in every run
         # More threads would reserve more memory than there is.
         **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -69,14 +82,16 @@ def command_prefix(layer: Layer, folder: str, readable: Sequence[str]) -> list[s
     if program is None:
         raise FileNotFoundError("bwrap is not installed")
     package = str(Path(__file__).resolve().parents[1])  # the process imports it before it hides the rest
-    kept: list[str] = []
+    # Folders above are made first and open: bwrap would make them as closed as what it puts into them.
+    above = sorted({str(parent) for path in (*readable, package, folder) for parent in Path(path).parents} - {"/"})
+    kept = [word for parent in above for word in ("--dir", parent)]
     for path in (*readable, package):
         link = Path(path).is_symlink()
-        kept += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+        kept += ["--symlink", str(Path(path).readlink()), path] if link else ["--ro-bind", path, path]
     # An administrator keeps the right to become another user; `privileges` does so and gives it up.
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     return [
         *(program, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", *rights),
-        *(*kept, "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", folder, "--"),
+        *(*kept, "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", "/", "--"),
     ]

@@ -5,8 +5,6 @@ Needs user namespaces, which some machines keep from users (Docker's default, fo
 Source: user_namespaces(7), mount_namespaces(7), pivot_root(2). Runs in the confined process.
 """
 
-# ruff: noqa: PTH  importing pathlib would take a good part of the start
-
 import ctypes
 import os
 import platform

@@ -69,40 +69,83 @@ def collect(
         max_disk_bytes: Of all files in the folder together.
     """
     deadline = time.monotonic() + seconds
-    received: dict[int, bytearray] = {1: bytearray(), 2: bytearray()}
-    waiting = memoryview(text)
+    talk = _Talk(process, text)
     end: End | None = None
-    with selectors.DefaultSelector() as selector:
-        for stream, number in ((process.stdout, 1), (process.stderr, 2), (process.stdin, 0)):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ if number else selectors.EVENT_WRITE, number)
-        while end is None and _is_open(selector):
-            left = deadline - time.monotonic()
-            for key, _ in selector.select(max(0.0, min(left, _LOOK_SECONDS))):
-                if key.data == 0:
-                    waiting = _feed(key.fd, waiting)
-                    is_done = not waiting
-                else:
-                    chunk = _read(key.fd)
-                    received[key.data] += chunk or b""
-                    is_done = chunk == b""
-                if is_done:
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()  # type: ignore[union-attr]  # registered above as a stream
-            if sum(map(len, received.values())) > max_output_bytes:
-                end = End.OUTPUT
-            elif folder_bytes(folder) > max_disk_bytes:
-                end = End.DISK
-            elif left <= 0:
-                end = End.TIME
+    while end is None and talk.goes_on(min(deadline - time.monotonic(), _LOOK_SECONDS)):
+        if talk.num_bytes > max_output_bytes:
+            end = End.OUTPUT
+        elif folder_bytes(folder) > max_disk_bytes:
+            end = End.DISK
+        elif time.monotonic() >= deadline:
+            end = End.TIME
+    talk.close()
     if end is None:
         end = _wait_for_end(process, deadline)
     kill(process)
     code = process.returncode
     if end is End.EXIT and (code < 0 or code > 128):  # bwrap tells of a signal as a shell does
         end, code = End.SIGNAL, -code if code < 0 else code - 128
-    return Finished(end=end, code=code, output=bytes(received[1]), errors=bytes(received[2]))
+    return Finished(end=end, code=code, output=bytes(talk.received[1]), errors=bytes(talk.received[2]))
+
+
+class _Talk:
+    """What goes into a process and comes out of it, without waiting for either.
+
+    Args:
+        process: With pipes at all three ends.
+        text: Its input.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], text: bytes) -> None:
+        self.received = {1: bytearray(), 2: bytearray()}
+        """Output and errors."""
+        self._waiting = memoryview(text)
+        self._selector = selectors.DefaultSelector()
+        for number, stream in enumerate((process.stdin, process.stdout, process.stderr)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream, selectors.EVENT_READ if number else selectors.EVENT_WRITE, number)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much came out."""
+        return sum(map(len, self.received.values()))
+
+    def goes_on(self, seconds: float) -> bool:
+        """Move what can be moved.
+
+        Returns:
+            Whether more may come; a process that only does not read its input has not ended for that.
+        """
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if not (self._feed(key.fd) if key.data == 0 else self._read(key.fd, self.received[key.data])):
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]  # registered above as a stream
+        return any(key.data for key in self._selector.get_map().values())
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._selector.close()
+
+    def _feed(self, descriptor: int) -> bool:
+        """Give some input; false if there is no more, or nobody reads it."""
+        try:
+            self._waiting = self._waiting[os.write(descriptor, self._waiting[:_CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        return bool(self._waiting)
+
+    @staticmethod
+    def _read(descriptor: int, received: bytearray) -> bool:
+        """Take some output; false at its end."""
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        received += chunk
+        return bool(chunk)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -131,27 +174,6 @@ def remove_folder(folder: str) -> None:
     """Remove a folder; where a program that was not confined left one too deep to remove, it stays."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_open(selector: selectors.BaseSelector) -> bool:
-    """Tell whether something may still be said; a process that only does not read its input has not ended for that."""
-    return any(key.data for key in selector.get_map().values())
-
-
-def _feed(descriptor: int, waiting: memoryview) -> memoryview:
-    try:
-        return waiting[os.write(descriptor, waiting[:_CHUNK_BYTES]) :] if waiting else waiting
-    except BlockingIOError:
-        return waiting
-    except BrokenPipeError:
-        return waiting[:0]
-
-
-def _read(descriptor: int) -> bytes | None:
-    try:
-        return os.read(descriptor, _CHUNK_BYTES)
-    except BlockingIOError:
-        return None
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], deadline: float) -> End:

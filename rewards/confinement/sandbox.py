@@ -84,8 +84,13 @@ class Sandbox:
             if user is not None:
                 os.chown(folder, user, user)
             orders = {
-                **{"work": work, "task": task, "layer": self.layer, "user": user, "folder": folder},
-                **{"readable": self._readable, "limits": self._limits(seconds, is_alone=user is not None)},
+                "work": work,
+                "task": task,
+                "layer": self.layer,
+                "user": user,
+                "folder": folder,
+                "readable": self._readable,
+                "limits": self._limits(seconds, is_alone=user is not None),
             }
             process = self._start(orders, folder, descriptors, subprocess.DEVNULL if quiet else subprocess.PIPE)
             try:
@@ -127,8 +132,9 @@ class Sandbox:
                 os.close(said)
             said_so = _first_words(ready)
         if said_so != _READY:
-            kill(process)
-            raise ConfinementError(f"{self.layer}: {said_so or 'the process ended before it was confined'}")
+            last_words = _last_words(process)
+            said_so = said_so or last_words or "the process ended before it was confined"
+            raise ConfinementError(f"{self.layer}: {said_so}")
         return process
 
     def _limits(self, seconds: float, *, is_alone: bool) -> dict[str, int]:
@@ -184,6 +190,16 @@ def _first_words(ready: IO[bytes]) -> str:
         if not selector.select(_START_SECONDS):
             return f"not confined after {_START_SECONDS:g} s"
         return ready.read(4096).decode(errors="replace")
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    """End a process, and read the last line that it has said, such as an error of bwrap's."""
+    lines: list[str] = []
+    if process.stderr is not None:
+        os.set_blocking(process.stderr.fileno(), False)
+        lines = (process.stderr.read(1 << 16) or b"").decode(errors="replace").strip().splitlines()
+    kill(process)
+    return lines[-1] if lines else ""
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,10 @@
 
 import re
 
-_BLOCK = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^\n]*\n(?P<inside>.*?)^[ \t]*(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^\n]*\n(?P<inside>.*?)^[ \t]*(?P=fence)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
 _PYTHON = frozenset({"python", "python3", "py"})
 
 

@@ -60,7 +60,7 @@ def cases_of(tests: Any, verification_info: Any) -> list[Case] | None:
             return None
         content = content["test_cases"] if "test_cases" in content else _in_pairs(content)
     if not isinstance(content, Sequence):
-        raise ValueError(f"tests are a list, a mapping or a text, not {_shown(content)}")
+        raise ValueError(f"tests are a list, a mapping or a text, not {_shown(content)}")  # noqa: TRY004  a dataset's, not a caller's
     return [_case(each) for each in content] or None
 
 
@@ -103,7 +103,7 @@ def _call_case(name: str, arguments: Any, expected: Any) -> CallCase:
         arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
         expected = _decoded_value(expected)
     if not isinstance(arguments, Sequence):
-        raise ValueError(f"the input of a function is a list of arguments, not {_shown(arguments)}")
+        raise ValueError(f"the input of a function is a list of arguments, not {_shown(arguments)}")  # noqa: TRY004
     return CallCase(name=name, arguments=list(arguments), expected=expected)
 
 

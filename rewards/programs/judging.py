@@ -33,9 +33,7 @@ class Verdict:
 _NOT_RUN = Verdict(passed=False, why="not run")
 
 
-def judge(
-    sandbox: Sandbox, source: str, cases: Sequence[Case], *, seconds: float, max_seconds: float
-) -> list[Verdict]:
+def judge(sandbox: Sandbox, source: str, cases: Sequence[Case], *, seconds: float, max_seconds: float) -> list[Verdict]:
     """Run all tests of one program.
 
     A test with an input gets a process of its own. The others share one, with a second process that asks it (`checker`), until
@@ -123,7 +121,10 @@ def _judge_calls(
         tests = {"tests": [_as_test(case) for case in cases], "seconds": seconds, "read": ours, "write": to_program}
         checker = stack.enter_context(
             sandbox.started(
-                "rewards.programs.checker", tests, seconds=all_seconds + _CHECKER_SECONDS, descriptors=(ours, to_program)
+                "rewards.programs.checker",
+                tests,
+                seconds=all_seconds + _CHECKER_SECONDS,
+                descriptors=(ours, to_program),
             )
         )
         for end in ends:

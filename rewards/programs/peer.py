@@ -18,8 +18,17 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *arguments, **named: target(*arguments, **named),
-    **{"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem},
-    **{"len": len, "iter": iter, "next": next, "str": str, "repr": repr, "bool": bool, "eq": operator.eq},
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "str": str,
+    "repr": repr,
+    "bool": bool,
+    "eq": operator.eq,
     "isinstance": lambda kind, instance: isinstance(instance, kind),
 }
 
@@ -179,6 +188,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it over there."""
         return self._ask("call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -235,7 +245,7 @@ def number_of(remote: Remote) -> int:
 
 def _exception(raised: Any) -> Exception:
     """Make the exception that the other process raised, of the same class if that is a built-in one."""
-    name, text = (raised if isinstance(raised, list) and len(raised) == 2 else ("Exception", ""))
+    name, text = raised if isinstance(raised, list) and len(raised) == 2 else ("Exception", "")
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:

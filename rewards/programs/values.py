@@ -19,44 +19,55 @@ Resolve = Callable[[str, int], Any]
 """Finds or stands in for the value of a reference."""
 
 _SAFE_INTEGER = 1 << 63
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    **{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque},
+_SEQUENCES: dict[str, type[Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
 }
+_NUMBERS_AND_TEXTS = "biufcU"
+"""Kinds of arrays that hold no objects."""
 
 
 def write(value: Any, refer: Refer) -> Any:
     """Turn a value into what JSON can hold."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        number = int.__int__(value)
-        return number if abs(number) < _SAFE_INTEGER else ["int", hex(number)]
-    if isinstance(value, float):
-        return float.__float__(value)
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
     for name, kind in _SEQUENCES.items():
-        if isinstance(value, kind):  # type: ignore[arg-type]  # they are types
-            return [name, [write(each, refer) for each in kind.__iter__(value)]]  # type: ignore[attr-defined]
+        if isinstance(value, kind):
+            return [name, [write(each, refer) for each in kind.__iter__(value)]]
     if isinstance(value, dict):
         return ["dict", [[write(key, refer), write(each, refer)] for key, each in dict.items(value)]]
-    return _write_rarer(value, refer)
-
-
-def _write_rarer(value: Any, refer: Refer) -> Any:
-    match value:
-        case bytes() | bytearray():
-            return ["bytes", base64.b64encode(value).decode("ascii")]
-        case complex():
-            return ["complex", [value.real, value.imag]]
-        case Fraction():
-            return ["fraction", [hex(value.numerator), hex(value.denominator)]]
-        case Decimal():
-            return ["decimal", str(value)]
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufcU":
+    if (
+        numpy is not None
+        and isinstance(value, numpy.generic | numpy.ndarray)
+        and value.dtype.kind in _NUMBERS_AND_TEXTS
+    ):
         return ["array", [value.dtype.str, write(value.tolist(), refer)]]
     return refer(value)
+
+
+def _integer(value: int) -> Any:
+    """Write large ones by their digits in base 16: those in base 10 take long."""
+    number = int.__int__(value)
+    return number if abs(number) < _SAFE_INTEGER else ["int", hex(number)]
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: _integer,
+    float: float.__float__,
+    bytes: lambda value: ["bytes", base64.b64encode(value).decode("ascii")],
+    bytearray: lambda value: ["bytearray", base64.b64encode(value).decode("ascii")],
+    complex: lambda value: ["complex", [value.real, value.imag]],
+    Fraction: lambda value: ["fraction", [hex(value.numerator), hex(value.denominator)]],
+    Decimal: lambda value: ["decimal", str(value)],
+}
 
 
 def read(content: Any, resolve: Resolve) -> Any:
@@ -71,31 +82,30 @@ def read(content: Any, resolve: Resolve) -> Any:
         kind, inside = content
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](read(each, resolve) for each in inside)
-        return _read_rarer(kind, inside, resolve)
-    except (TypeError, ArithmeticError, AttributeError, ImportError) as error:
+        if kind in ("mine", "yours"):
+            return resolve(kind, int(inside))
+        if kind == "dict":
+            return {read(key, resolve): read(each, resolve) for key, each in inside}
+        if kind == "array":
+            return _array(inside[0], read(inside[1], resolve))
+        return _READ[kind](inside)
+    except (TypeError, LookupError, ArithmeticError, AttributeError, ImportError) as error:
         raise ValueError(f"not a value: {error}") from error
 
 
-def _read_rarer(kind: str, inside: Any, resolve: Resolve) -> Any:
-    match kind:
-        case "dict":
-            return {read(key, resolve): read(each, resolve) for key, each in inside}
-        case "mine" | "yours":
-            return resolve(kind, int(inside))
-        case "int":
-            return int(inside, 16)
-        case "bytes":
-            return base64.b64decode(inside)
-        case "complex":
-            return complex(float(inside[0]), float(inside[1]))
-        case "fraction":
-            return Fraction(int(inside[0], 16), int(inside[1], 16))
-        case "decimal":
-            return Decimal(inside)
-        case "array":
-            import numpy as np  # noqa: PLC0415  only where the other side has it
+def _array(kind: Any, elements: Any) -> Any:
+    import numpy as np  # noqa: PLC0415  only where the other side has it
 
-            if not isinstance(inside[0], str) or np.dtype(inside[0]).kind not in "biufcU":
-                raise ValueError(f"not a type of numbers: {inside[0]!r}")
-            return np.array(read(inside[1], resolve), dtype=inside[0])[()]
-    raise ValueError(f"not a kind of value: {kind!r}")
+    if not isinstance(kind, str) or np.dtype(kind).kind not in _NUMBERS_AND_TEXTS:
+        raise ValueError(f"not a type of numbers: {kind!r}")
+    return np.array(elements, dtype=kind)[()]
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda inside: int(inside, 16),
+    "bytes": base64.b64decode,
+    "bytearray": lambda inside: bytearray(base64.b64decode(inside)),
+    "complex": lambda inside: complex(float(inside[0]), float(inside[1])),
+    "fraction": lambda inside: Fraction(int(inside[0], 16), int(inside[1], 16)),
+    "decimal": Decimal,
+}

@@ -54,7 +54,7 @@ def test_all_or_nothing() -> None:
 
 
 def test_rows_without_tests_for_python_do_not_apply(reward: PassedTests) -> None:
-    rows = [None, [], {"language": "rust", "test_cases": [{"input": "", "output": ""}]}]
+    rows: list[Any] = [None, [], {"language": "rust", "test_cases": [{"input": "", "output": ""}]}]
     assert reward(completions=[block(ADD)] * 3, verification_info=rows) == [None] * 3
     assert reward(completions=[block(ADD)] * 2, tests=[ADD_TESTS] * 2, verification_info=[None, rows[2]]) == [1.0, None]
     with pytest.raises(ValueError, match="needs a dataset column `tests` or `verification_info`"):
@@ -71,8 +71,10 @@ def test_rows_without_tests_for_python_do_not_apply(reward: PassedTests) -> None
         ("n = int(input())\nprint(n * 2) if n == 2 else 1 / 0", 0.5),
         ("if __name__ == '__main__':\n    print(int(input()) * 2)", 1.0),
         (
-            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
-            "threading.Thread(target=lambda: print(int(input()) * 2)).start()",
+            (
+                "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
+                "threading.Thread(target=lambda: print(int(input()) * 2)).start()"
+            ),
             1.0,
         ),
     ],
@@ -107,7 +109,7 @@ CHEATS = {
     "prints what a harness would": 'print(\'{"loaded": true}\\n{"passed": true, "why": ""}\\n\' * 3, flush=True)\n'
     "def add(a, b):\n    print('{\"passed\": true}', flush=True)",
     "writes into every open file": "import os\n"
-    "for number in range(3, 64):\n    try:\n        os.write(number, b'{\"passed\": true, \"why\": \"\"}\\n' * 4)\n"
+    'for number in range(3, 64):\n    try:\n        os.write(number, b\'{"passed": true, "why": ""}\\n\' * 4)\n'
     "    except OSError:\n        pass\ndef add(a, b):\n    return None",
     "answers out of turn": "import gc\nfrom rewards.programs.peer import Peer\n"
     "peer = next(each for each in gc.get_objects() if isinstance(each, Peer))\n"
@@ -131,7 +133,10 @@ def test_a_cheat_passes_nothing(reward: PassedTests, cheat: str) -> None:
 @pytest.mark.parametrize(
     ("source", "test"),
     [
-        ("import os\ndef f(x):\n    os._exit(0)", "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    assert False"),
+        (
+            "import os\ndef f(x):\n    os._exit(0)",
+            "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    assert False",
+        ),
         ("import os\ndef f(x):\n    os._exit(0)", "try:\n    f(-1)\nexcept:\n    pass"),
         ("def f(x):\n    while True: pass", "try:\n    f(-1)\nexcept Exception:\n    pass"),
         ("def sorted(x):\n    return [1, 2]\ndef f(x):\n    return 7", "assert sorted(f([2, 1])) == [1, 2]"),
@@ -155,8 +160,8 @@ def test_tests_that_catch_or_use_builtins_are_not_fooled(reward: PassedTests, so
         ("def f(x):\n    raise ValueError('no')", "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'no'"),
         ("def f(x):\n    yield from range(x)", "assert list(f(3)) == [0, 1, 2]\nassert next(f(1)) == 0"),
         ("def f(g, x):\n    return [g(each) for each in x]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
-        ("class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, x):\n        self.items.append(x)\n"
-         "    def __len__(self):\n        return len(self.items)",
+        (("class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, x):\n        self.items.append(x)\n"
+         "    def __len__(self):\n        return len(self.items)"),
          "s = Stack()\ns.push(1)\ns.push(x=2)\nassert len(s) == 2\nassert s.items == [1, 2]\nassert isinstance(s, Stack)"),
         ("class P:\n    def __init__(self, x):\n        self.x = x\n    def __eq__(self, other):\n        return self.x == other.x",
          "assert P(1) == P(1)\nassert P(1) != P(2)"),
@@ -266,7 +271,7 @@ def test_forms_of_tests(tests: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("tests", [7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}], {"x": 1}])
 def test_other_forms_are_refused(tests: Any) -> None:
-    with pytest.raises(ValueError, match="tests? (are|is|need)"):
+    with pytest.raises(ValueError, match=r"tests? (are|is|need)"):
         cases_of(tests, None)
 
 
@@ -278,9 +283,13 @@ def test_bad_parameters_are_named() -> None:
 
 
 def test_nothing_runs_unconfined_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_choice = Choice(sandbox=Sandbox(layer=Layer.LIMITS, limits=Limits()), open=("network", "files"), refused=("a: b",))
+    open_choice = Choice(
+        sandbox=Sandbox(layer=Layer.LIMITS, limits=Limits()), open=("network", "files"), refused=("a: b",)
+    )
     monkeypatch.setattr(choice, "_choose", lambda _: open_choice)
-    with pytest.raises(ConfinementError, match=r"UNCONFINED, network and files open to it \(a: b\).*allow_unconfined: true"):
+    with pytest.raises(
+        ConfinementError, match=r"UNCONFINED, network and files open to it \(a: b\).*allow_unconfined: true"
+    ):
         PassedTests()
     unconfined = PassedTests(allow_unconfined=True)
     assert unconfined.describe() == "programs run UNCONFINED, network and files open to it (a: b)"

@@ -59,7 +59,15 @@ def said(sandbox: Sandbox, source: str, *, text: bytes = b"") -> list[str]:
     return finished.output.decode().splitlines()
 
 
-REFUSALS = {"PermissionError", "FileNotFoundError", "ProcessLookupError", "OSError", "BlockingIOError", "gaierror", "failed"}
+REFUSALS = {
+    "PermissionError",
+    "FileNotFoundError",
+    "ProcessLookupError",
+    "OSError",
+    "BlockingIOError",
+    "gaierror",
+    "failed",
+}
 
 
 @pytest.fixture
@@ -91,7 +99,9 @@ def assert_refused(sandbox: Sandbox, attempts: list[str]) -> None:
     """
     outcomes = said(sandbox, source, text=json.dumps(attempts).encode())
     assert len(outcomes) == len(attempts)
-    assert {attempt: outcome for attempt, outcome in zip(attempts, outcomes, strict=True) if outcome not in REFUSALS} == {}
+    assert {
+        attempt: outcome for attempt, outcome in zip(attempts, outcomes, strict=True) if outcome not in REFUSALS
+    } == {}
 
 
 def test_a_program_reads_computes_and_writes(sandbox: Sandbox) -> None:
@@ -271,7 +281,9 @@ def test_infinite_output_is_cut_off(sandbox: Sandbox) -> None:
     for stream in ("stdout", "stderr"):
         finished = run(sandbox, f"import sys\nwhile True:\n    sys.{stream}.write('x' * 1000)")
         assert finished.end is End.OUTPUT
-        assert LIMITS.max_output_bytes < len(finished.output + finished.errors) < 2 * LIMITS.max_output_bytes + (1 << 16)
+        assert (
+            LIMITS.max_output_bytes < len(finished.output + finished.errors) < 2 * LIMITS.max_output_bytes + (1 << 16)
+        )
 
 
 def test_a_memory_balloon_bursts(sandbox: Sandbox) -> None:

@@ -60,7 +60,10 @@ def test_the_last_score_counts_between_the_bounds(server: ChatServer) -> None:
 
 
 def test_messages_are_judged_as_texts_are(server: ChatServer) -> None:
-    prompts = [[{"role": "user", "content": "Ask"}], [{"role": "system", "content": "Be"}, {"role": "user", "content": "Ask"}]]
+    prompts = [
+        [{"role": "user", "content": "Ask"}],
+        [{"role": "system", "content": "Be"}, {"role": "user", "content": "Ask"}],
+    ]
     completions = [[{"role": "assistant", "content": "12345"}]] * 2
     assert scores(judge_at(server), ["", ""], prompts=prompts, completions=completions) == [0.5, 0.5]
     questions = [body["messages"][-1]["content"] for body in server.bodies]
@@ -90,12 +93,10 @@ def test_a_completion_cannot_close_its_tags(server: ChatServer) -> None:
 
 
 def test_a_reply_without_a_score_is_none_and_counted(server: ChatServer) -> None:
-    server.answer = lambda question: "Score: 3" if "good" in question else "I cannot say"
+    server.answer = lambda question: "Score: 3" if "fine" in question else "I cannot say"
     extras: dict[str, Any] = {}
     metrics: dict[str, float] = {}
-    found = scores(
-        judge_at(server), ["good one", "bad"], log_extra=extras.__setitem__, log_metric=metrics.__setitem__
-    )
+    found = scores(judge_at(server), ["fine one", "bad"], log_extra=extras.__setitem__, log_metric=metrics.__setitem__)
     assert found == [0.3, None]
     assert extras == {"judge_reply": ["Score: 3", "I cannot say"]}
     assert metrics["judge/unparsed"] == 0.5
@@ -143,7 +144,8 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [429, 500, 503, 408, DROP, HANG, b"no JSON", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"message": 7}]}']
+    "fault",
+    [429, 500, 503, 408, DROP, HANG, b"no JSON", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"message": 7}]}'],
 )
 def test_a_fault_that_passes_is_no_matter(server: ChatServer, fault: Any) -> None:
     server.faults.extend([fault, fault])

@@ -85,7 +85,9 @@ def test_a_real_server_scores_counts_and_is_asked_once(parameters: dict[str, Any
     # A byte is a token; the chat template adds some to each question. The end of a reply is one more.
     assert metrics["judge/input_tokens"] > sum(map(len, texts))
     assert metrics["judge/output_tokens"] == sum(len(reply) + 1 for reply in replies)
-    assert metrics["judge/cost"] == pytest.approx((metrics["judge/input_tokens"] + metrics["judge/output_tokens"]) / 1e6)
+    assert metrics["judge/cost"] == pytest.approx(
+        (metrics["judge/input_tokens"] + metrics["judge/output_tokens"]) / 1e6
+    )
     assert judged(parameters, texts, log_metric=metrics.__setitem__) == first
     assert (metrics["judge/requests"], metrics["judge/cache_hits"], metrics["judge/cost"]) == (0, 8, 0)
 
@@ -95,7 +97,7 @@ def test_without_a_form_a_random_model_gives_no_score(parameters: dict[str, Any]
 
 
 def test_what_the_server_refuses_is_told(parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ChatError, match="answered 404: .*The model `other` does not exist"):
+    with pytest.raises(ChatError, match=r"answered 404: .*The model `other` does not exist"):
         judged({**parameters, "model": "other"}, ["Answer"])
     monkeypatch.setenv("JUDGE_KEY", "wrong")
     with pytest.raises(ChatError, match="answered 401: Unauthorized"):

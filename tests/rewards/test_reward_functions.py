@@ -57,7 +57,7 @@ def test_every_shipped_reward_ignores_other_columns_and_says_where_it_comes_from
     ]
     assert len(functions) == 12
     for function in [*functions, PassedTests, Judge]:
-        called = function.__call__ if isinstance(function, type) else function
+        called: Any = getattr(function, "__call__") if isinstance(function, type) else function  # noqa: B004, B009
         kinds = [parameter.kind for parameter in inspect.signature(called).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD in kinds, function
         assert "Source:" in (function.__doc__ or ""), function
