@@ -91,8 +91,8 @@ def examine(sandbox: Sandbox) -> tuple[str, ...]:
         ConfinementError: If a process cannot be confined so, or does not work when it is.
     """
     with _baits() as baits:
-        limits = {"max_threads": sandbox.limits.max_threads, "max_memory_bytes": sandbox.limits.max_memory_bytes}
-        finished = sandbox.run("rewards.confinement.escapes", {**baits, **limits}, seconds=_SECONDS)
+        task = {**baits, "max_memory_bytes": sandbox.limits.max_memory_bytes}
+        finished = sandbox.run("rewards.confinement.escapes", task, seconds=_SECONDS)
     if finished.end is not End.EXIT or finished.code != 0:
         words = finished.errors.decode(errors="replace").strip().splitlines()
         raise ConfinementError(
@@ -121,7 +121,7 @@ def _baits() -> Iterator[Mapping[str, Any]]:
             "port": listener.getsockname()[1],
             "abstract": abstract,
             "files": [str(bait), *_own_files()],
-            "beside": str(folder / "made"),
+            "folders": ["/", "/dev/shm", *map(str, (folder, folder.parent, Path.cwd(), Path.home()))],  # noqa: S108
             "variables": [*environment(""), "LC_CTYPE", "PWD"],  # the last ones are made by Python and by bwrap
             "parent": os.getpid(),
         }

@@ -5,19 +5,23 @@ import ctypes
 import importlib
 import json
 import os
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_MANY = 4096
+"""Threads, if nothing limits them."""
+
 
 def main(task: Mapping[str, Any]) -> None:
     """Try everything.
 
     Args:
-        task: `port` and `abstract`, where somebody listens; `files` that must not be opened; `beside`, where none may be made;
-            `variables` that may be set; `parent`, a process; `max_threads`; `max_memory_bytes`.
+        task: `port` and `abstract`, where somebody listens; `files` that must not be opened; `folders` in which none may be made;
+            `variables` that may be set; `parent`, a process; `max_memory_bytes`.
     """
     importlib.import_module("colorsys")  # what nothing imports by itself
     opened = [name for name, attempt in ATTEMPTS.items() if attempt(task)]
@@ -49,7 +53,8 @@ def _network(task: Mapping[str, Any]) -> bool:
 def _files(task: Mapping[str, Any]) -> bool:
     attempts = [(path, os.O_RDONLY) for path in task["files"]]
     attempts += [(path, os.O_WRONLY) for path in task["files"]]
-    attempts += [(task["beside"], os.O_CREAT | os.O_WRONLY)]
+    if sys.platform == "linux":  # a file without a name, which leaves nothing behind
+        attempts += [(folder, os.O_TMPFILE | os.O_WRONLY) for folder in task["folders"]]
     return any(_succeeds(_close_again, path, flags) for path, flags in attempts)
 
 
@@ -69,18 +74,21 @@ def _signals(task: Mapping[str, Any]) -> bool:
     return task["parent"] != os.getpid() and _succeeds(os.kill, task["parent"], 0)
 
 
-def _processes(task: Mapping[str, Any]) -> bool:
+def _processes(_: Mapping[str, Any]) -> bool:
+    """Start a process, and more threads than there may be; that limit may count others of the same user too."""
     with contextlib.suppress(OSError):
         child = os.fork()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
         return True
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    too_many = limit + 1 if 0 <= limit < _MANY else _MANY
     end = threading.Event()
     started = []
     with contextlib.suppress(RuntimeError):
         threading.stack_size(1 << 16)
-        for _ in range(task["max_threads"] + 1):
+        for _number in range(too_many):
             thread = threading.Thread(target=end.wait)
             thread.start()
             started.append(thread)
@@ -88,7 +96,7 @@ def _processes(task: Mapping[str, Any]) -> bool:
     for thread in started:
         thread.join()
     threading.stack_size(0)
-    return len(started) > int(task["max_threads"])
+    return len(started) == too_many
 
 
 def _memory(task: Mapping[str, Any]) -> bool:

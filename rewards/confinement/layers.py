@@ -93,5 +93,21 @@ def command_prefix(layer: Layer, folder: str, readable: Sequence[str]) -> list[s
     return [
         *(program, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", *rights),
-        *(*kept, "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", "/", "--"),
+        *(
+            *kept,
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--bind",
+            folder,
+            folder,
+            "--remount-ro",
+            "/dev",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/",
+            "--",
+        ),
     ]

@@ -11,8 +11,8 @@ _PR_SET_DEATH_SIGNAL, _PR_SET_KEEP_CAPABILITIES, _PR_SET_NO_NEW_PRIVS, _PR_AMBIE
 _AMBIENT_CLEAR = 4
 _KILL = 9
 _VERSION = 0x20080522
-_READ_AND_SEARCH = 1 << 2
-"""CAP_DAC_READ_SEARCH"""
+_OVERRIDE, _READ_AND_SEARCH = 1 << 1, 1 << 2
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH; Docker's default has the former only."""
 
 
 def give_up(user: int | None, *, keep_reading: bool) -> None:
@@ -20,8 +20,8 @@ def give_up(user: int | None, *, keep_reading: bool) -> None:
 
     Args:
         user: Its number, also for its one group; None stays who it is.
-        keep_reading: Keep the capability to read all files if there is one. Only where something else hides files: the
-            interpreter of an administrator may lie where no other user can read it.
+        keep_reading: Keep a capability to read all files if there is one. Only where something else hides files and keeps them
+            from being changed: the interpreter of an administrator may lie where no other user can read it.
 
     Raises:
         OSError: If the kernel does not allow it.
@@ -33,7 +33,7 @@ def give_up(user: int | None, *, keep_reading: bool) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    kept = _READ_AND_SEARCH & permitted if keep_reading else 0
+    kept = (_READ_AND_SEARCH & permitted or _OVERRIDE & permitted) if keep_reading else 0
     library.prctl(_PR_AMBIENT, _AMBIENT_CLEAR, 0, 0, 0)  # fails before Linux 4.3, which has none
     for operation, argument in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DEATH_SIGNAL, _KILL)):
         _check(library.prctl(operation, argument, 0, 0, 0))

@@ -358,7 +358,7 @@ def test_a_program_dies_with_the_one_who_started_it(sandbox: Sandbox) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
     ) as starter:
         assert starter.stdout is not None
         assert starter.stdout.readline() == b"started\n"

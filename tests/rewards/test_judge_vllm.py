@@ -1,4 +1,4 @@
-"""The judge against the real `vllm serve`."""
+"""The judge against vLLM's own server, as `vllm serve` runs it (the command itself does not start in vLLM's CPU build)."""
 
 import asyncio
 import os
@@ -30,8 +30,18 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("judge")
     model = build_tiny_model(folder / "tiny", hidden_size=128, initializer_range=0.1)
     url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--served-model-name", "tiny", "--api-key", KEY]
-    options = ["--port", port, "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", 64 << 20]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--api-key", KEY]
+    options = [
+        "--served-model-name",
+        "tiny",
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        64 << 20,
+    ]
     variables = {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -41,7 +51,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_until_ready(process, url, folder / "log")
         yield f"{url}/v1"
     finally:
-        offspring = psutil.Process(process.pid).children(recursive=True)
+        offspring = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         process.wait(60)
         for each in remaining(offspring):
