@@ -113,7 +113,7 @@ class Judge:
             timeout_seconds=timeout_seconds,
             max_retries=max_retries,
         )
-        self._prices = input_price / 1e6, output_price / 1e6
+        self._input_price, self._output_price = input_price, output_price
         self._total_cost = 0.0
 
     def describe(self) -> str:
@@ -188,6 +188,7 @@ class Judge:
 
             async def ask(key: str) -> _Judged:
                 reply = await connection.ask(bodies[key])
+                self._total_cost += self._cost(reply.num_input_tokens, reply.num_output_tokens)  # even if others fail
                 if self._score(reply.text) is not None:
                     self._cache.keep(key, reply.text)
                 return _Judged(
@@ -214,25 +215,26 @@ class Judge:
             return None
         return (score - self._min_score) / (self._max_score - self._min_score)
 
+    def _cost(self, num_input_tokens: int, num_output_tokens: int) -> float:
+        return (num_input_tokens * self._input_price + num_output_tokens * self._output_price) / 1e6
+
     def _log(
         self,
         log_metric: Callable[[str, float], None] | None,
         judged: Sequence[_Judged],
         scores: Sequence[float | None],
     ) -> None:
+        if log_metric is None:
+            return
         num_input = sum(each.num_input_tokens for each in judged)
         num_output = sum(each.num_output_tokens for each in judged)
         num_requests = sum(each.num_requests for each in judged)
-        cost = num_input * self._prices[0] + num_output * self._prices[1]
-        self._total_cost += cost
-        if log_metric is None:
-            return
         metrics = {
             "requests": num_requests,
             "cache_hits": len(judged) - num_requests,
             "input_tokens": num_input,
             "output_tokens": num_output,
-            "cost": cost,
+            "cost": self._cost(num_input, num_output),
             "total_cost": self._total_cost,
             "unparsed": scores.count(None) / len(scores),
         }

@@ -133,7 +133,7 @@ class ChatClient:
             content = response.json()
             usage = content.get("usage") or {}
             return Reply(
-                text=content["choices"][0]["message"]["content"] or "",
+                text=_storable(content["choices"][0]["message"]["content"] or ""),
                 num_input_tokens=int(usage.get("prompt_tokens") or 0),
                 num_output_tokens=int(usage.get("completion_tokens") or 0),
             )
@@ -186,6 +186,11 @@ class Connection:
 def shown_url(url: str) -> str:
     """Give a URL as it may be shown: without a user's name and password, and without what follows a question mark."""
     return str(httpx.URL(url).copy_with(userinfo=b"", query=None))
+
+
+def _storable(text: str) -> str:
+    """Replace halves of characters, which JSON can hold and files cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _wait_seconds(state: RetryCallState) -> float:

@@ -69,15 +69,17 @@ def collect(
         max_disk_bytes: Of all files in the folder together.
     """
     deadline = time.monotonic() + seconds
-    talk = _Talk(process, text)
+    talk, next_look = _Talk(process, text), 0.0
     end: End | None = None
     while end is None and talk.goes_on(min(deadline - time.monotonic(), _LOOK_SECONDS)):
+        now = time.monotonic()
         if talk.num_bytes > max_output_bytes:
             end = End.OUTPUT
-        elif folder_bytes(folder) > max_disk_bytes:
-            end = End.DISK
-        elif time.monotonic() >= deadline:
+        elif now >= deadline:
             end = End.TIME
+        elif now >= next_look:
+            next_look = now + _LOOK_SECONDS
+            end = End.DISK if folder_bytes(folder) > max_disk_bytes else None
     talk.close()
     if end is None:
         end = _wait_for_end(process, deadline)

@@ -72,7 +72,7 @@ def _judge_input(sandbox: Sandbox, source: str, case: InputCase, seconds: float)
         "rewards.programs.program", {"source": source}, text=case.text.encode("utf-8", "surrogatepass"), seconds=seconds
     )
     if finished.end is not End.EXIT or finished.code != 0:
-        return Verdict(passed=False, why=_failure(finished))
+        return _failed(_failure(finished))
     if _normalised(finished.output.decode(errors="replace")) != _normalised(case.expected):
         return Verdict(passed=False, why="wrong")
     return Verdict(passed=True)
@@ -95,7 +95,7 @@ def _failure(finished: Finished) -> str:
             return f"crash: signal {finished.code}"
     words = finished.errors.decode(errors="replace").strip().splitlines()
     last = words[-1] if words else f"exit code {finished.code}"
-    return "memory" if last.startswith("MemoryError") else f"error: {last[:500]}"
+    return "memory" if last.startswith("MemoryError") else f"error: {last}"
 
 
 def _judge_calls(
@@ -130,11 +130,27 @@ def _judge_calls(
         for end in ends:
             end.close()
         finished = checker.collect(b"", seconds=all_seconds + _CHECKER_SECONDS)
-    first, *lines = [json.loads(line) for line in finished.output.splitlines() if line.endswith(b"}")] or [{}]
+    first, *lines = _objects(finished.output) or [{}]
     if "failed" in first:
-        why = "memory" if first["failed"].startswith("error: MemoryError") else first["failed"]
-        return [Verdict(passed=False, why=why)] * len(cases)
-    return [Verdict(**line) for line in lines] or [Verdict(passed=False, why=_failure(finished))]
+        return [_failed("memory" if first["failed"].startswith("error: MemoryError") else first["failed"])] * len(cases)
+    found = [Verdict(passed=True) if line["passed"] else _failed(line["why"]) for line in lines]
+    return found or [_failed(_failure(finished))]
+
+
+def _objects(output: bytes) -> list[dict[str, Any]]:
+    """Read one object a line, up to one that was cut off."""
+    found = []
+    for line in output.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def _failed(why: str) -> Verdict:
+    """Say why in a text that every file and terminal can hold: parts of it are the program's."""
+    return Verdict(passed=False, why="".join(each if each.isprintable() else " " for each in why)[:200])
 
 
 def _as_test(case: AssertCase | CallCase) -> dict[str, Any]:

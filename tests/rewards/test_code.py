@@ -22,7 +22,13 @@ ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 @pytest.fixture(scope="module")
 def reward() -> PassedTests:
-    return PassedTests(timeout_seconds=1.5, max_seconds=20, concurrency=2)
+    """Patient: tests may run on a machine with much else to do."""
+    return PassedTests(timeout_seconds=20, max_seconds=60, concurrency=2)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> PassedTests:
+    return PassedTests(timeout_seconds=1, max_seconds=20)
 
 
 def block(source: str) -> str:
@@ -126,8 +132,8 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_a_cheat_passes_nothing(reward: PassedTests, cheat: str) -> None:
-    assert share(reward, CHEATS[cheat], ADD_TESTS) == 0.0
+def test_a_cheat_passes_nothing(reward: PassedTests, hasty: PassedTests, cheat: str) -> None:
+    assert share(hasty if "forever" in cheat else reward, CHEATS[cheat], ADD_TESTS) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -139,14 +145,17 @@ def test_a_cheat_passes_nothing(reward: PassedTests, cheat: str) -> None:
         ),
         ("import os\ndef f(x):\n    os._exit(0)", "try:\n    f(-1)\nexcept:\n    pass"),
         ("def f(x):\n    while True: pass", "try:\n    f(-1)\nexcept Exception:\n    pass"),
+        ("def f(x):\n    while True: pass", "try:\n    f(-1)\nexcept:\n    pass"),
         ("def sorted(x):\n    return [1, 2]\ndef f(x):\n    return 7", "assert sorted(f([2, 1])) == [1, 2]"),
         ("class math:\n    isclose = lambda *_: True\ndef f(x):\n    return 7", "assert math.isclose(f(1), 3)"),
         ("def abs(x):\n    return 0\ndef f(x):\n    return 7", "assert abs(f(1) - 3) < 1e-6"),
         ("class A:\n    __contains__ = lambda *_: True\ndef f(x):\n    return A()", "assert 3 in f(1)"),
     ],
 )
-def test_tests_that_catch_or_use_builtins_are_not_fooled(reward: PassedTests, source: str, test: str) -> None:
-    assert share(reward, source, [test]) == 0.0
+def test_tests_that_catch_or_use_builtins_are_not_fooled(
+    reward: PassedTests, hasty: PassedTests, source: str, test: str
+) -> None:
+    assert share(hasty if "while" in source else reward, source, [test]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -190,11 +199,11 @@ def test_functions_are_called_as_apps_calls_them(reward: PassedTests) -> None:
     assert share(reward, ADD, lines) == 1.0
 
 
-def test_a_test_that_does_not_come_back_costs_only_itself(reward: PassedTests) -> None:
+def test_a_test_that_does_not_come_back_costs_only_itself(hasty: PassedTests) -> None:
     source = "import os\ndef f(x):\n    while x == 1: pass\n    if x == 3: os._exit(0)\n    return x"
     tests = [f"assert f({x}) == {x}" for x in range(5)]
-    assert share(reward, source, tests) == 3 / 5
-    assert failures(reward, source, tests) == "timeout; error: the program ended"
+    assert share(hasty, source, tests) == 3 / 5
+    assert failures(hasty, source, tests) == "timeout; error: the program ended"
 
 
 @pytest.mark.parametrize(
@@ -208,8 +217,18 @@ def test_a_test_that_does_not_come_back_costs_only_itself(reward: PassedTests) -
         ("add = ", "error: SyntaxError: invalid syntax (solution.py, line 1)"),
     ],
 )
-def test_why_tests_failed_is_logged(reward: PassedTests, source: str, why: str) -> None:
-    assert failures(reward, source, ADD_TESTS) == why
+def test_why_tests_failed_is_logged(reward: PassedTests, hasty: PassedTests, source: str, why: str) -> None:
+    assert failures(hasty if why == "timeout" else reward, source, ADD_TESTS) == why
+
+
+@pytest.mark.parametrize(
+    "name", ["raise ValueError('}' * (1 << 21))", "def add(a, b): raise ValueError('\\ud800\\x1b' * 999)"]
+)
+def test_no_reason_is_too_long_or_cannot_be_written(reward: PassedTests, name: str) -> None:
+    why = failures(reward, name, ADD_TESTS)
+    assert why.startswith("error: ValueError: ")
+    assert len(why) <= 200
+    assert why.isprintable()
 
 
 def test_tests_that_are_left_when_the_time_is_up_have_failed() -> None:
