@@ -52,7 +52,7 @@ class Judge:
         score_pattern: Regular expression with one group, which holds the score.
         min_score: The worst score.
         max_score: The best one.
-        temperature: 0 gives the same score each time, as far as the server can.
+        temperature: 0 gives the same score each time, as far as the server can; None leaves it to the server.
         max_tokens: Of a reply; None leaves it to the server.
         extra_body: More of the request, such as `{structured_outputs: {choice: [good, bad]}}` for vLLM.
         api_key_env: Environment variable that holds the key; None for a server that needs none.
@@ -78,7 +78,7 @@ class Judge:
         score_pattern: str = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)",
         min_score: float = 0.0,
         max_score: float = 10.0,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
         max_tokens: int | None = 512,
         extra_body: Mapping[str, Any] | None = None,
         api_key_env: str | None = None,
@@ -100,9 +100,11 @@ class Judge:
         self._fields = _fields(prompt)
         self._base_url, self._prompt, self._system_prompt = base_url, prompt, system_prompt
         self._min_score, self._max_score = min_score, max_score
-        self._settings: dict[str, Any] = {"model": model, "temperature": temperature}
-        if max_tokens is not None:
-            self._settings["max_tokens"] = max_tokens
+        chosen = {"temperature": temperature, "max_tokens": max_tokens}
+        self._settings: dict[str, Any] = {
+            "model": model,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
         self._settings |= extra_body or {}
         self._cache = ReplyCache(None if cache is None else Path(cache))
         self._client = ChatClient(

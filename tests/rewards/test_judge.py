@@ -80,6 +80,8 @@ def test_the_template_takes_columns(server: ChatServer) -> None:
     [message] = body.pop("messages")
     assert re.fullmatch(r"sea \{x\}: <completion-(\w+)>\na\{b\}\n</completion-\1> \{kept\}", message["content"])
     assert body == {"model": "judge", "temperature": 0.0, "max_tokens": 512, "top_p": 0.5}
+    scores(judge_at(server, temperature=None, max_tokens=None), ["b"])
+    assert set(server.bodies[1]) == {"model", "messages"}
     with pytest.raises(ValueError, match="names 'topic'; columns are: subject"):
         scores(judge, ["a"], subject=["x"])
 
