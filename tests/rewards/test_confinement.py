@@ -344,7 +344,7 @@ def test_programs_at_the_same_time_do_not_see_each_other(sandbox: Sandbox) -> No
         assert other.process.poll() is None
 
 
-def test_a_program_dies_with_the_one_who_started_it(sandbox: Sandbox) -> None:
+def test_a_program_dies_with_the_one_who_started_it(sandbox: Sandbox, tmp_path: Path) -> None:
     script = f"""
         from rewards.confinement.layers import Layer
         from rewards.confinement.limits import Limits
@@ -358,7 +358,12 @@ def test_a_program_dies_with_the_one_who_started_it(sandbox: Sandbox) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
+        # Nobody is left to remove the program's folder. This one is closed to all other users.
+        env={
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        },
     ) as starter:
         assert starter.stdout is not None
         assert starter.stdout.readline() == b"started\n"
