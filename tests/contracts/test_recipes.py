@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
+from rewards.code import PassedTests
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -61,7 +63,9 @@ def test_a_header_says_what_it_needs_how_to_run_it_and_what_to_expect(path: Path
 @each_recipe
 def test_rewards_take_the_parameters_and_columns_that_the_recipe_gives_them(path: Path) -> None:
     loaded = load_recipe(path)
-    scorer = RewardScorer(load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu"))
+    loop = EventLoop()
+    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu", loop=loop)
+    scorer = RewardScorer(rewards, loop=loop)
     columns = bundled_rows(loaded)[0] if is_bundled(loaded) else loaded.recipe.dataset.columns
     scorer.check_columns(columns)
     scorer.close()
@@ -112,10 +116,11 @@ def test_wrong_answers_of_multitask_earn_less() -> None:
 def test_the_reference_of_each_task_of_code_passes_its_tests_and_that_of_others_does_not() -> None:
     loaded = load_recipe(RECIPES / "code.yaml")
     rows = bundled_rows(loaded)
-    [reward] = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu")
+    [entry] = loaded.recipe.rewards.reward_funcs
+    reward = PassedTests(**entry.parameters)
     answers = [f"```python\n{row['reference']}\n```" for row in rows]
     tests = [row["tests"] for row in rows]
-    assert reward.function(completions=answers, tests=tests) == [1.0] * len(rows)
-    others = reward.function(completions=answers, tests=[*tests[1:], tests[0]])
-    assert max(others) < 1
+    assert reward(completions=answers, tests=tests) == [1.0] * len(rows)
+    others = reward(completions=answers, tests=[*tests[1:], tests[0]])
+    assert all(share is not None and share < 1 for share in others)
     assert {"assert" in each for each in tests} == {True, False}

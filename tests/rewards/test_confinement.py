@@ -386,8 +386,7 @@ def test_limits_alone_are_no_confinement() -> None:
 
 
 def test_the_choice_is_the_strongest_layer_that_holds() -> None:
-    choice = choose(LIMITS)
-    holding = []
+    choice, holding = choose(LIMITS), []
     for layer in CONFINING:
         try:
             holding += [layer] * (examine(Sandbox(layer=layer, limits=LIMITS)) == ())

@@ -71,7 +71,7 @@ def balloons(completions: list[str]) -> list[float]:
 
 def multiplies(completions: list[str]) -> list[float]:
     def bomb() -> None:
-        for _ in range(200):
+        for _ in range(64 + 8 * (os.cpu_count() or 1) + 20):
             if os.fork() == 0:
                 time.sleep(1000)
         time.sleep(1000)

@@ -22,6 +22,7 @@ from grpo_cli.metrics import Mean
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.isolation.worker import MOST_PROCESSES
 from grpo_cli.scoring.runtime import RewardScorer
 
 HERE = Path(__file__).parent
@@ -60,7 +61,7 @@ def opened() -> Iterator[Open]:
         ("raises", {}, "raised LookupError: no such word"),
         ("sleeps", {"timeout": 1.0}, "took longer than 1 s and was ended"),
         ("balloons", {"memory_limit": 0.5}, "took more than its `memory_limit` of 0.5 GiB and was ended"),
-        ("multiplies", {}, "had more than 64 processes and was ended"),
+        ("multiplies", {}, f"had more than {MOST_PROCESSES} processes and was ended"),
         ("says_last_words", {}, "ended its process with exit code 1; the last that it printed: the index is missing"),
     ],
 )
@@ -237,6 +238,7 @@ from scoring.test_isolation import BAD, HERE, STATE
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.isolation.worker import MOST_PROCESSES
 from grpo_cli.scoring.runtime import RewardScorer
 loop = EventLoop()
 section = RewardsSection(reward_funcs=[RewardFunction(path="misbehaving.sleeps", isolated=True)])

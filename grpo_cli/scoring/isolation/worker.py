@@ -18,8 +18,8 @@ from grpo_cli.scoring.isolation.arguments import written
 from grpo_cli.scoring.isolation.failures import LostCallError
 from grpo_cli.scoring.isolation.messages import LENGTH, MOST_REPLY_BYTES, framed
 
-MOST_PROCESSES = 64
-"""That a call may have at one time; one that has more is taken for a fork bomb."""
+MOST_PROCESSES = 64 + 8 * (os.cpu_count() or 1)
+"""That a call may have at one time: several for each processor; one that has more is taken for a fork bomb."""
 
 START_SECONDS = 300.0
 """Importing and constructing on a busy machine takes a while; it is not the call's fault."""
