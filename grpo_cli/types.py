@@ -25,17 +25,6 @@ PolicyVersion = NewType("PolicyVersion", int)
 Message = Mapping[str, Any]
 """One chat turn: `{"role": ..., "content": ...}`."""
 
-REWARD_ARGUMENTS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "completions_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)
-"""What every reward function can ask for besides dataset columns: no column can have such a name."""
-
 
 class FinishReason(StrEnum):
     """Why a completion ended."""

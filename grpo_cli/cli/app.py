@@ -16,6 +16,7 @@ from grpo_cli.cli.eval import evaluate
 from grpo_cli.cli.export import export
 from grpo_cli.cli.plan import plan
 from grpo_cli.cli.recipes import recipes
+from grpo_cli.cli.reward import reward
 from grpo_cli.cli.train import train, with_resume_value
 from grpo_cli.cli.vllm_serve import vllm_serve
 from grpo_cli.errors import GrpoError, Interrupted, LostProcessError, RecipeError
@@ -68,6 +69,7 @@ app.command(name="recipes")(recipes)
 app.command(name="vllm-serve")(vllm_serve)
 app.command(name="plan")(plan)
 app.command(name="export")(export)
+app.add_typer(reward, name="reward")
 
 
 def main() -> None:

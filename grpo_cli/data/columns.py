@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from datasets import Dataset, IterableDataset
 
 from grpo_cli.errors import DataError
+from grpo_cli.recipe.schema.rewards import REWARD_ARGUMENTS
 from grpo_cli.recipe.suggest import nearest
-from grpo_cli.types import REWARD_ARGUMENTS
 
 PROMPT = "prompt"
 """The column that prompts are read from."""

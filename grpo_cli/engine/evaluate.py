@@ -33,7 +33,7 @@ from grpo_cli.evaluation.report import compared, dataset_report
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import VllmSection
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.console import open_console
 from grpo_cli.telemetry.evaluation_tables import print_evaluations

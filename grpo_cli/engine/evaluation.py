@@ -10,13 +10,14 @@ import pyarrow as pa
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.randomness import own_randomness
+from grpo_cli.engine.rewards import failure_metrics
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.evaluation.question import answered
-from grpo_cli.metrics import Sum, merge, results
+from grpo_cli.metrics import merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
 from grpo_cli.recipe.eval_tasks import MEAN_REWARD
-from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.scoring.runtime import Scores
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.telemetry.rollouts import rollout_metrics
@@ -44,7 +45,7 @@ def plain_numbers(held_out: HeldOut, scores: Scores) -> dict[str, float]:
             rollout_metrics(scores.groups),
             reward_metrics([one.rewards for one in scores.groups], held_out.scorer.names, settings),
             scores.metrics,
-            {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
+            failure_metrics(scores),
         ]
     )
     return results(found)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from grpo_cli.engine.build import objective_settings
 from grpo_cli.engine.build_sampling import build_weight_sync, held_out_sampling, token_budget
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, open_rollouts
+from grpo_cli.engine.settings import objective_settings
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.policy.fit import check_fit

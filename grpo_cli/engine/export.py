@@ -114,6 +114,8 @@ def restore(stages: Stages, state: RunState, folder: Path) -> None:
     stages.prompts.load_state_dict(state.stages["prompts"])
     continue_schedule(stages.schedule, steps=state.step)
     stages.scorer.load_state_dict(state.stages["scorer"])
+    if "reward_memory" in state.stages:  # a version before this one wrote none
+        stages.reward_memory.load_state_dict(state.stages["reward_memory"])
     stages.health.load_state_dict(state.stages["health"])
     if "token_budget" in state.stages:  # checkpoints of older versions have none
         stages.gradients.budget.load_state_dict(state.stages["token_budget"])

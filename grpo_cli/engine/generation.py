@@ -1,18 +1,21 @@
 """The first half of the line: prompts, rollouts, rewards, advantages, as one rollout window."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.rewards import failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
 from grpo_cli.errors import RewardError, TrainingError
-from grpo_cli.metrics import Metrics, Sum, merge
+from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.runtime import Scores
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.rollouts import rollout_metrics
 from grpo_cli.types import PolicyLogps, PolicyVersion, Prompt, ScoredGroup, TrainingGroup
@@ -47,13 +50,14 @@ def prompts_to_draw(state: RunState, settings: LoopSettings) -> int:
     return full
 
 
-def trainer_state(state: RunState, settings: LoopSettings, *, epoch: float) -> TrainerState:
+def trainer_state(stages: Stages, settings: LoopSettings, state: RunState) -> TrainerState:
     """Tell reward functions where the run is."""
     return TrainerState(
         global_step=state.step,
         max_steps=settings.total_steps,
-        epoch=epoch,
+        epoch=stages.prompts.epoch,
         progress=state.step / settings.total_steps,
+        recent_rewards=stages.reward_memory.recent(),
     )
 
 
@@ -65,6 +69,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     """
     prompts = _draw(stages, prompts_to_draw(state, settings))
     version = PolicyVersion(state.step)
+    now = trainer_state(stages, settings, state)
     with clock.phase("sync"):
         stages.weight_sync.bring(version)
     with clock.phase("generate"):
@@ -74,17 +79,16 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
             stages.sampling,
             num_generations=settings.num_generations,
             seed_key=(settings.seed, "train", state.step),
+            on_group=partial(stages.scorer.start, trainer_state=now),
         )
         stages.weight_sync.rest()
     with clock.phase("score"):
-        scores = stages.scorer.score(groups, trainer_state(state, settings, epoch=stages.prompts.epoch))
-    check_logged(scores.metrics)
+        scores = stages.scorer.score(groups, now)
+    check_logged(scores.logged)
     for problem in scores.problems:
         stages.recorder.warn("rewards/dropped", problem)
-    if all(one.dropped for one in scores.groups):
-        raise TrainingError(
-            f"step {state.step + 1}: a reward function failed on every prompt", hint="; ".join(scores.problems[:1])
-        )
+    _check_failures(scores, settings, step=state.step + 1)
+    stages.reward_memory.observe(scores.groups)
     for warning in stages.health.observe(scores.groups):
         stages.recorder.warn(warning.key, warning.message)
 
@@ -100,7 +104,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
             rollout_metrics(scores.groups),
             reward_metrics(rewards, stages.scorer.names, stages.advantage_settings),
             scores.metrics,
-            {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
+            failure_metrics(scores),
         ]
     )
     return Generation(
@@ -116,6 +120,22 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     )
 
 
+def _check_failures(scores: Scores, settings: LoopSettings, *, step: int) -> None:
+    """Check that reward functions failed on no more prompts than they may.
+
+    Raises:
+        TrainingError: If they did.
+    """
+    failed, prompts = scores.failed_prompts, len(scores.groups)
+    if failed < settings.failure_budget * prompts:
+        return
+    on = "every prompt" if failed == prompts else f"{failed} of {prompts} prompts"
+    allowed = (
+        "" if failed == prompts else f"; `rewards.failure_budget` allows less than {settings.failure_budget:g} of them"
+    )
+    raise TrainingError(f"step {step}: a reward function failed on {on}{allowed}", hint="; ".join(scores.problems[:1]))
+
+
 def _draw(stages: Stages, count: int) -> list[Prompt]:
     """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now."""
     before = dict(stages.prompts.rejected)
@@ -126,13 +146,13 @@ def _draw(stages: Stages, count: int) -> list[Prompt]:
     return prompts
 
 
-def check_logged(metrics: Metrics) -> None:
+def check_logged(names: Iterable[str]) -> None:
     """Check that reward functions logged nothing under a name that the run's own metrics have.
 
     Raises:
         RewardError: If one did.
     """
-    for name in metrics:
+    for name in sorted(names):
         if find(name) is not None:
             raise RewardError(f"log_metric: {name!r} is a metric of the run itself", hint="log it under another name")
 

@@ -1,11 +1,13 @@
-"""The rewards that a recipe names, loaded."""
+"""The rewards that a recipe names: loaded, and what failed of them."""
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
+from grpo_cli.metrics import Metrics, Sum
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import RewardsSection
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
-from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.scoring.runtime import RewardScorer, Scores
 
 
 def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Processes) -> Scorer:
@@ -23,6 +25,17 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
     scorer = None
     if processes.is_main:
         trusts = loaded.recipe.model.trust_remote_code
-        rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
-        scorer = RewardScorer(rewards, on_error=section.on_error)
+        loop = EventLoop()
+        rewards = load_rewards(
+            section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts, loop=loop
+        )
+        scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value, loop=loop)
     return scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes)
+
+
+def failure_metrics(scores: Scores) -> Metrics:
+    """Count the prompts on which reward functions failed."""
+    return {
+        "rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups)),
+        "rewards/failed_prompts": Sum(scores.failed_prompts),
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy, loop_settings
+from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.held_out import load_all_held_out, load_scorers
@@ -22,6 +22,7 @@ from grpo_cli.engine.rewards import load_scorer
 from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.settings import loop_settings
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.choice import choose_strategy
@@ -110,7 +111,8 @@ def _load_inputs(
     prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
     scorer.check_columns(prompts.first.row)
     held_out = load_all_held_out(loaded, tokenizer, load_scorers(loaded, processes, scorer))
-    for line in (*loaded.notices, *prompts.lines, *(line for one in held_out for line in one.lines)):
+    evaluations = [line for one in held_out for line in one.lines]
+    for line in (*loaded.notices, *prompts.lines, *evaluations, *scorer.descriptions):
         _tell(console, line)
     return Inputs(
         recipe=recipe,

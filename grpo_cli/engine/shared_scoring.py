@@ -9,8 +9,8 @@ import torch
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.metrics import from_plain, to_plain
-from grpo_cli.scoring.contract import TrainerState
 from grpo_cli.scoring.runtime import RewardScorer, Scores
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Group, ScoredGroup
 
 
@@ -19,12 +19,18 @@ class Scorer(Protocol):
 
     Attributes:
         names: The rewards' names, in the order of the columns.
+        descriptions: What rewards say of themselves at the start, a line each.
     """
 
     names: tuple[str, ...]
+    descriptions: tuple[str, ...]
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check before the first rollout that a dataset with these columns has all that the rewards need."""
+        ...
+
+    def start(self, group: Group, trainer_state: TrainerState) -> None:
+        """Begin to score a group."""
         ...
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
@@ -56,6 +62,7 @@ class SharedScorer:
 
     Attributes:
         names: The rewards' names, in the order of the columns.
+        descriptions: The main process's, which tells them.
     """
 
     def __init__(self, scorer: RewardScorer | None, processes: Processes) -> None:
@@ -63,6 +70,7 @@ class SharedScorer:
         self._processes = processes
         names = None if scorer is None else json.dumps(scorer.names).encode()
         self.names: tuple[str, ...] = tuple(json.loads(processes.from_main(names)))
+        self.descriptions = () if scorer is None else scorer.descriptions
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check in the main process.
@@ -72,6 +80,11 @@ class SharedScorer:
         """
         if self._scorer is not None:
             self._scorer.check_columns(columns)
+
+    def start(self, group: Group, trainer_state: TrainerState) -> None:
+        """Begin to score a group that the main process's engine has sampled."""
+        if self._scorer is not None:
+            self._scorer.start(group, trainer_state)
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
         """Score groups in the main process.
@@ -95,7 +108,9 @@ class SharedScorer:
                 )
             ),
             metrics=from_plain(told["metrics"]),
+            logged=frozenset(told["logged"]),
             problems=tuple(told["problems"]),
+            failed_prompts=told["failed_prompts"],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +132,8 @@ def _message(scores: Scores) -> bytes:
     told = {
         "dropped": [one.dropped for one in scores.groups],
         "metrics": to_plain(scores.metrics),
+        "logged": sorted(scores.logged),
         "problems": list(scores.problems),
+        "failed_prompts": scores.failed_prompts,
     }
     return packed({"rewards": torch.cat([one.rewards for one in scores.groups])}, told)

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.errors import TrainingError
-from grpo_cli.rollout.engine import EngineLostError, RevivableEngine, RolloutEngine
+from grpo_cli.rollout.engine import EngineLostError, OnGroup, RevivableEngine, RolloutEngine
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 T = TypeVar("T")
@@ -45,7 +45,13 @@ class SpreadRollouts:
         """Whether the other processes go through the weights whenever the main one does."""
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `RolloutEngine`. The randomness of a completion does not depend on the process that samples it."""
         # Before they sample: those that share an engine would wait for each other for ever if they asked it for different things.
@@ -54,7 +60,9 @@ class SpreadRollouts:
         engine, member = divmod(self._processes.rank, members)
         part = prompts[engine::engines]
         mine = self._all_or_none(
-            lambda own: own.generate(part, sampling, num_generations=num_generations, seed_key=seed_key)
+            lambda own: own.generate(
+                part, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+            )
         )
         messages = self._processes.gather(_message([one.completions for one in mine or ()] if member == 0 else []))
         told = [_completions(message) for message in messages[::members]]

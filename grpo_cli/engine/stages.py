@@ -14,6 +14,7 @@ from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.recent_rewards import RewardMemory
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.strategies.strategy import Strategy
@@ -42,6 +43,7 @@ class LoopSettings:
         max_grad_norm: Clip the gradient there; 0 does not clip.
         save_steps: Steps between checkpoints; 0: only at the end.
         eval_every: Steps between evaluations; 0: only at the start and the end.
+        failure_budget: Share of a generation's prompts on which reward functions must not fail.
         best_metric: The evaluation metric that picks the best checkpoint.
         greater_is_better: Whether larger is better.
     """
@@ -58,6 +60,7 @@ class LoopSettings:
     max_grad_norm: float
     save_steps: int
     eval_every: int
+    failure_budget: float
     best_metric: str
     greater_is_better: bool
 
@@ -74,6 +77,7 @@ class Stages:
         weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
         scorer: Completions to rewards.
+        reward_memory: How the latest generations were rewarded.
         advantage_settings: Rewards to advantages.
         gradients: Groups to gradients.
         policy: The policy.
@@ -95,6 +99,7 @@ class Stages:
     weight_sync: WeightSync
     sampling: Sampling
     scorer: Scorer
+    reward_memory: RewardMemory
     advantage_settings: AdvantageSettings
     gradients: GradientPass
     policy: PolicyModel

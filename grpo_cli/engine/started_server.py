@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from grpo_cli.errors import TrainingError
-from grpo_cli.rollout.engine import EngineLostError, RolloutEngine
+from grpo_cli.rollout.engine import EngineLostError, OnGroup, RolloutEngine
 from grpo_cli.rollout.vllm.supervisor import ServerProcess
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -35,11 +35,19 @@ class StartedServerEngine:
         self._say = say
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt. See `RolloutEngine.generate`."""
         with self._explained():
-            return self._engine.generate(prompts, sampling, num_generations=num_generations, seed_key=seed_key)
+            return self._engine.generate(
+                prompts, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+            )
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Give the server new weights. See `RolloutEngine.sync`."""

@@ -159,6 +159,7 @@ class Trainer:
         return {
             "prompts": stages.prompts.state_dict(),
             "scorer": stages.scorer.state_dict(),
+            "reward_memory": stages.reward_memory.state_dict(),
             "health": stages.health.state_dict(),
             "recorder": stages.recorder.state_dict(),
             "token_budget": stages.gradients.budget.state_dict(),
@@ -187,7 +188,7 @@ class Trainer:
             return
         with self._interruptible():
             stages.recorder.phase("evaluate")
-            evaluation, problems = stages.evaluator.run(trainer_state(state, settings, epoch=stages.prompts.epoch))
+            evaluation, problems = stages.evaluator.run(trainer_state(stages, settings, state))
         for problem in problems:
             stages.recorder.warn("eval/rewards/dropped", problem)
         stages.recorder.record_evaluation(evaluation)

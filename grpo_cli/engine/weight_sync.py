@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_cli.engine.canary import Canary
 from grpo_cli.errors import TrainingError
 from grpo_cli.metrics import Metrics, Sum, merge
-from grpo_cli.rollout.engine import EngineLostError, RevivableEngine, RolloutEngine
+from grpo_cli.rollout.engine import EngineLostError, OnGroup, RevivableEngine, RolloutEngine
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling
 
 T = TypeVar("T")
@@ -70,6 +70,7 @@ class WeightSync:
         *,
         num_generations: int,
         seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample from the policy's present weights.
 
@@ -79,6 +80,7 @@ class WeightSync:
             sampling: See there.
             num_generations: See there.
             seed_key: See there.
+            on_group: See there.
 
         Raises:
             TrainingError: As `bring` does, or if the engine refuses.
@@ -87,7 +89,9 @@ class WeightSync:
         def call() -> list[Group]:
             self._bring(version)
             with self._sampling():
-                return self.rollouts.generate(prompts, sampling, num_generations=num_generations, seed_key=seed_key)
+                return self.rollouts.generate(
+                    prompts, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+                )
 
         groups = self._persist(call)
         self._recoveries = 0

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from grpo_cli.recipe.distributed_rules import DISTRIBUTED_CHECKS
 from grpo_cli.recipe.eval_rules import EVAL_CHECKS
-from grpo_cli.recipe.eval_tasks import evaluation_tasks, reward_name, reward_sections
+from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.idle_settings import IDLE_CHECKS, changed
+from grpo_cli.recipe.idle_settings import IDLE_CHECKS
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
-from grpo_cli.recipe.schema import DatasetSection, Recipe, RewardFunction
+from grpo_cli.recipe.reward_rules import REWARD_CHECKS
+from grpo_cli.recipe.schema import DatasetSection, Recipe
 from grpo_cli.recipe.vllm_rules import VLLM_CHECKS
 
 _SLICE = re.compile(r"\[.*\]$")
@@ -21,64 +22,6 @@ def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
     """Give the datasets of a recipe by key."""
     yield "dataset", recipe.dataset
     yield from ((task.key, task.dataset) for task in evaluation_tasks(recipe))
-
-
-def reward_weights_match(recipe: Recipe) -> Iterable[Finding]:
-    """Each reward function has a weight, and not all weights are 0."""
-    for key, section in reward_sections(recipe):
-        weights, functions = section.reward_weights, section.reward_funcs
-        if weights is None:
-            continue
-        keys = (f"{key}.reward_weights", f"{key}.reward_funcs")
-        if len(weights) != len(functions):
-            message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
-            yield Finding(keys=keys, message=message)
-        elif not any(weights):
-            yield Finding(
-                keys=keys,
-                message="all weights are 0, so no reward counts; allowed: at least one other number",
-                hint="leave the key out to weigh all 1",
-            )
-
-
-def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
-    """A reward is either a function or a model, and has only keys of its kind."""
-    for section_key, section in reward_sections(recipe):
-        for index, entry in enumerate(section.reward_funcs):
-            yield from _wrong_entry(f"{section_key}.reward_funcs[{index}]", entry)
-
-
-def _wrong_entry(key: str, entry: RewardFunction) -> Iterable[Finding]:
-    if (entry.path is None) == (entry.model is None):
-        found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
-        yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
-    elif entry.model is not None and entry.parameters:
-        yield Finding(
-            keys=(f"{key}.parameters", f"{key}.model"),
-            message="a reward model takes no parameters; allowed: `parameters` beside `path`",
-        )
-    elif entry.path is not None:
-        for name, _, hint in changed(entry, ("batch_size", "max_length")):
-            yield Finding(
-                keys=(f"{key}.{name}", f"{key}.path"),
-                message=f"a reward function is given all completions, whole; allowed: `{name}` beside `model`",
-                hint=hint,
-            )
-
-
-def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
-    """Metrics and files tell rewards apart by name."""
-    for key, section in reward_sections(recipe):
-        names = [reward_name(entry) for entry in section.reward_funcs]
-        counts = Counter(names)
-        for index, name in enumerate(names):
-            first = names.index(name)
-            if name and counts[name] > 1 and index > first:
-                yield Finding(
-                    keys=(f"{key}.reward_funcs[{index}]", f"{key}.reward_funcs[{first}]"),
-                    message=f"found a second reward with the name `{name}`; allowed: one name each",
-                    hint=f"add `name: {name}_2`",
-                )
 
 
 def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
@@ -203,9 +146,7 @@ def trackers_are_consistent(recipe: Recipe) -> Iterable[Finding]:
 
 
 CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
-    reward_weights_match,
-    reward_entries_are_whole,
-    reward_names_differ,
+    *REWARD_CHECKS,
     *OBJECTIVE_CHECKS,
     *IDLE_CHECKS,
     completions_can_vary,

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable, Iterable
 
-from grpo_cli.recipe.eval_tasks import PREFIX, evaluation_tasks, possible_metrics, reward_name
+from grpo_cli.recipe.eval_tasks import PREFIX, evaluation_tasks, possible_metrics
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import changed, idle
 from grpo_cli.recipe.kinds import fields_of
+from grpo_cli.recipe.reward_names import reward_name
 from grpo_cli.recipe.schema import EvalSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean, nearest
 
@@ -16,6 +17,9 @@ _SAMPLING_FILTERS = ("top_p", "top_k", "min_p")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OWN_FAMILIES = re.compile(r"(reward|reward/.*|reward_std|rewards/.*|completions/.*|(avg|pass|maj)@.*)")
 """Names of metrics that no reward function may log."""
+
+_USUAL = re.compile(r"reward|reward/.*/mean|(avg|pass|maj)@.*")
+"""Names of metrics that a best checkpoint is usually picked by."""
 
 _MISSPELT = 0.85
 """How much a name has to look like another one to be a misspelling of it."""
@@ -152,7 +156,8 @@ def best_metric_is_possible(recipe: Recipe) -> Iterable[Finding]:
         close = nearest(bare, names, cutoff=_MISSPELT)
         if close is None and _OWN_FAMILIES.fullmatch(bare) is None:
             return
-        allowed, hint = f"a metric of the evaluation: {', '.join(prefix + name for name in names)}", None
+        usual = ", ".join(f"{prefix}{name}" for name in names if _USUAL.fullmatch(name))
+        allowed, hint = f"a metric of the evaluation, such as {usual}", None
         if close is not None:
             hint = f"did you mean `{prefix}{close}`?"
     yield Finding(

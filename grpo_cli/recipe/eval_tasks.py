@@ -1,17 +1,16 @@
 """The datasets that a recipe evaluates on, each with all that is said about it, and the metrics that come of them."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_cli.recipe.kinds import fields_of
+from grpo_cli.recipe.reward_names import reward_name
 from grpo_cli.recipe.schema import (
     DatasetSection,
     EvalDatasetSection,
     EvalSection,
     Recipe,
-    RewardFunction,
     RewardsSection,
 )
 
@@ -77,15 +76,6 @@ def reward_sections(recipe: Recipe) -> Iterator[tuple[str, RewardsSection]]:
     yield from ((task.key, task.rewards) for task in evaluation_tasks(recipe) if task.has_own_rewards)
 
 
-def reward_name(entry: RewardFunction) -> str:
-    """Give the name of a reward in metrics and files."""
-    if entry.name is not None:
-        return entry.name
-    if entry.path is not None:
-        return re.split(r"[.:]", entry.path)[-1]
-    return (entry.model or "").rstrip("/").rsplit("/", 1)[-1]
-
-
 def pass_sizes(num_generations: int) -> tuple[int, ...]:
     """Give the k of `pass@k`: powers of two up to the completions per prompt, and their number itself."""
     powers = (2**power for power in range(num_generations.bit_length()))
@@ -100,9 +90,10 @@ def possible_metrics(recipe: Recipe) -> list[str]:
 
 
 def _metrics_of(task: EvalTask) -> Iterator[str]:
-    yield from ("reward", "reward_std", "frac_reward_zero_std", "rewards/dropped_prompts")
+    yield from ("reward", "reward_std", "frac_reward_zero_std", "rewards/dropped_prompts", "rewards/failed_prompts")
     for name in map(reward_name, task.rewards.reward_funcs):
-        yield from (f"reward/{name}/mean", f"reward/{name}/std", f"time/reward/{name}")
+        yield from (f"reward/{name}/{kind}" for kind in ("mean", "std", "failed_calls", "repeated_calls"))
+        yield from (f"time/reward/{name}{kind}" for kind in ("", "/mean", "/max"))
     yield from (f"completions/{name}" for name in (*_LENGTHS, "clipped_ratio"))
     count = task.settings.num_generations
     yield f"avg@{count}"

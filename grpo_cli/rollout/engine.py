@@ -1,12 +1,15 @@
 """The protocol of a rollout engine, and of one that can be lost and found again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
+
+OnGroup = Callable[[Group], None]
+"""Takes a group that is complete."""
 
 
 class EngineLostError(TrainingError):
@@ -27,7 +30,13 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt.
 
@@ -39,6 +48,8 @@ class RolloutEngine(Protocol):
             sampling: How to draw.
             num_generations: Completions per prompt (G).
             seed_key: What seeds this call, such as (run seed, "train", step).
+            on_group: Called with every group as soon as it is complete, in any order; an engine that is lost and samples again may
+                call it again. Those that other processes sample are not told.
 
         Returns:
             One group per prompt, in the order of `prompts`.

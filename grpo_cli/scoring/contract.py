@@ -17,7 +17,6 @@ the arguments above: see `RESERVED_COLUMNS`.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -25,34 +24,17 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RewardError
+from grpo_cli.recipe.schema.rewards import RESERVED_COLUMNS
+from grpo_cli.scoring.isolation.reply import shown
 from grpo_cli.scoring.journal import Journal
-from grpo_cli.types import REWARD_ARGUMENTS, Group
-
-RESERVED_COLUMNS = frozenset({"prompt", "completion", *REWARD_ARGUMENTS})
-"""Dataset columns of these names do not reach reward functions."""
+from grpo_cli.scoring.trainer_state import TrainerState
+from grpo_cli.types import Group
 
 _OWN_PREFIXES = ("eval/", "time/")
 """What the names of evaluations' metrics and of wall times begin with."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ALLOWED = "allowed is a finite number, or None where it does not apply"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """Where the run is, for rewards that change with it.
-
-    Attributes:
-        global_step: Optimizer steps done.
-        max_steps: Optimizer steps of the whole run.
-        epoch: Passes over the dataset, as a fraction.
-        progress: `global_step / max_steps`, in 0..1.
-    """
-
-    global_step: int
-    max_steps: int
-    epoch: float
-    progress: float
 
 
 def call_arguments(groups: Sequence[Group], trainer_state: TrainerState, journal: Journal) -> dict[str, Any]:
@@ -136,13 +118,13 @@ def _values(name: str, returned: Any, groups: Sequence[Group]) -> Sequence[Any]:
     values = returned.tolist() if isinstance(returned, Tensor) or hasattr(returned, "__array__") else returned
     if not isinstance(values, list | tuple):
         raise RewardError(
-            f"reward function {name!r} returned {_shown(returned)} for {_range(groups)}; "
+            f"reward function {name!r} returned {shown(returned)} for {_range(groups)}; "
             f"allowed is a list with one number or None per completion"
         )
     if len(values) != count:
         raise RewardError(
             f"reward function {name!r} returned {len(values)} values for the {count} completions of {_range(groups)}: "
-            f"{_shown(returned)}",
+            f"{shown(returned)}",
             hint="return one value per completion, in the order of `completions`; None where the reward does not apply",
         )
     return values
@@ -154,7 +136,7 @@ def _group_rewards(name: str, values: Sequence[Any], group: Group) -> Tensor | R
         number = _number(value)
         if number is None:
             return RewardError(
-                f"reward function {name!r} returned {_shown(value)} for prompt {group.prompt.uid}, "
+                f"reward function {name!r} returned {shown(value)} for prompt {group.prompt.uid}, "
                 f"completion {completion.index}; {_ALLOWED}",
             )
         numbers.append(number)
@@ -180,9 +162,3 @@ def _number(value: Any) -> float | None:
 def _range(groups: Sequence[Group]) -> str:
     first, last = groups[0].prompt.uid, groups[-1].prompt.uid
     return f"prompt {first}" if len(groups) == 1 else f"prompts {first} to {last}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return text if isinstance(value, float) else f"{text} ({type(value).__name__})"

@@ -1,8 +1,5 @@
 """From the recipe's `rewards:` to callables."""
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +8,25 @@ import torch
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.imports import resolve
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
-from grpo_cli.recipe.suggest import did_you_mean
-from grpo_cli.scoring.contract import RESERVED_COLUMNS
-from grpo_cli.scoring.reward import Reward, make_reward, signature_of
+from grpo_cli.scoring.binding import default_name, with_parameters
+from grpo_cli.scoring.event_loop import EventLoop
+from grpo_cli.scoring.isolation.function import Source, end_processes, isolated
+from grpo_cli.scoring.isolation.worker import WorkerLimits
+from grpo_cli.scoring.limits import CallLimits
+from grpo_cli.scoring.reward import Reward, is_async, make_reward
 from grpo_cli.scoring.reward_model import load_reward_model
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds for a call of an isolated function."""
 
 
 def load_rewards(
-    section: RewardsSection, *, folder: Path, device: torch.device | str, trust_remote_code: bool = False
+    section: RewardsSection,
+    *,
+    folder: Path,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    loop: EventLoop | None = None,
 ) -> tuple[Reward, ...]:
     """Import the functions, construct the classes and load the models that a recipe names as rewards.
 
@@ -27,79 +35,83 @@ def load_rewards(
         folder: The recipe's folder, which dotted paths and relative model paths start from.
         device: Where reward models run.
         trust_remote_code: Whether a hub reward model may bring its own code.
+        loop: Where isolated functions are waited for: that of the `RewardScorer` that calls them. It is needed if there are such.
 
     Raises:
         RewardError: If one cannot be called or constructed with the recipe's parameters.
         ModelError: If a reward model does not load.
     """
-    return tuple(
-        _load(entry, folder=folder, device=device, trust_remote_code=trust_remote_code)
-        for entry in section.reward_funcs
+    loaded: list[Reward] = []
+    try:
+        for entry in section.reward_funcs:
+            if entry.model is None:
+                loaded.append(_load_function(entry, folder=folder, loop=loop))
+            else:
+                loaded.append(_load_model(entry, folder=folder, device=device, trust_remote_code=trust_remote_code))
+    except BaseException:
+        if loop is not None:
+            end_processes(loaded, loop)
+            loop.close()
+        raise
+    return tuple(loaded)
+
+
+def _load_model(entry: RewardFunction, *, folder: Path, device: torch.device | str, trust_remote_code: bool) -> Reward:
+    if entry.path is not None or entry.model is None:
+        raise RewardError("rewards.reward_funcs: a reward has either `path` or `model`")
+    model = load_reward_model(
+        entry.model,
+        folder=folder,
+        device=device,
+        batch_size=entry.batch_size,
+        max_length=entry.max_length,
+        trust_remote_code=trust_remote_code,
+    )
+    name = entry.name or entry.model.rstrip("/").rsplit("/", 1)[-1]
+    return make_reward(name, model, limits=_limits(entry))
+
+
+def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop | None) -> Reward:
+    if entry.path is None:
+        raise RewardError("rewards.reward_funcs: a reward has either `path` or `model`")
+    # One that has to be isolated is not even imported here.
+    target = None if entry.isolated else resolve(entry.path, folder)
+    name = entry.name or default_name(target, entry.path)
+    if target is None or _needs_isolation(entry, name, target):
+        assert loop is not None, "an isolated function is waited for in the loop of its scorer"
+        source = Source(name=name, path=entry.path, folder=str(folder.resolve()), parameters=dict(entry.parameters))
+        limits = WorkerLimits(seconds=entry.timeout or DEFAULT_TIMEOUT, memory_bytes=entry.memory_limit * 2**30)
+        return isolated(source, worker=limits, limits=_limits(entry, timeout=None), loop=loop)
+    return make_reward(
+        name, with_parameters(name, target, entry.parameters), limits=_limits(entry, timeout=entry.timeout)
     )
 
 
-def _load(entry: RewardFunction, *, folder: Path, device: torch.device | str, trust_remote_code: bool) -> Reward:
-    if entry.path is not None and entry.model is None:
-        target = resolve(entry.path, folder)
-        name = entry.name or _default_name(target, entry.path)
-        return make_reward(name, _with_parameters(name, target, entry.parameters))
-    if entry.model is not None and entry.path is None:
-        model = load_reward_model(
-            entry.model,
-            folder=folder,
-            device=device,
-            batch_size=entry.batch_size,
-            max_length=entry.max_length,
-            trust_remote_code=trust_remote_code,
-        )
-        return make_reward(entry.name or entry.model.rstrip("/").rsplit("/", 1)[-1], model)
-    raise RewardError("rewards.reward_funcs: a reward has either `path` or `model`")
+def _needs_isolation(entry: RewardFunction, name: str, target: Any) -> bool:
+    """Tell whether a function has to be called in another process.
 
-
-def _default_name(target: Any, path: str) -> str:
-    """Name a callable object by its own `__name__`, anything else by the last part of its path."""
-    own = getattr(target, "__dict__", {}).get("__name__") if not inspect.isroutine(target) else None
-    return own if isinstance(own, str) else path.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
-
-
-def _with_parameters(name: str, target: Any, parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """Construct a class, bind a function's keyword arguments."""
-    if not callable(target):
-        raise RewardError(
-            f"reward {name!r} is of type {type(target).__name__}; allowed is a function, a class or a callable object"
-        )
-    _check_parameters(name, target, parameters)
-    if not isinstance(target, type):
-        return functools.partial(target, **parameters)
-    try:
-        instance: Any = target(**parameters)
-    except Exception as error:
-        raise RewardError(f"reward {name!r}: {target.__name__}(...) raised {type(error).__name__}: {error}") from error
-    if not callable(instance):
-        raise RewardError(f"reward {name!r}: objects of class {target.__name__} cannot be called; give it `__call__`")
-    return functools.partial(instance)
-
-
-def _check_parameters(name: str, target: Any, parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters that are not declared by name.
-
-    `**kwargs` is there for the columns that a function does not use: a misspelled parameter must not vanish in it. Only where
-    a callable declares nothing else are unknown names passed on.
+    Raises:
+        RewardError: If it must not, but what else the recipe says needs it.
     """
-    signature = signature_of(name, target)
-    declared = [
-        parameter.name
-        for parameter in signature.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    needing = [
+        key for key, needs in (("timeout", entry.timeout is not None), ("concurrency", entry.concurrency > 1)) if needs
     ]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
-    free = declared if isinstance(target, type) else [each for each in declared if each not in RESERVED_COLUMNS]
-    for parameter in parameters:
-        if parameter in free or (takes_any and not declared):
-            continue
-        if parameter in declared:
-            raise RewardError(f"reward {name!r}: parameter {parameter!r} is given by the trainer, not by the recipe")
+    called = target.__call__ if isinstance(target, type) else target
+    plain = bool(needing) and not is_async(called)
+    if plain and entry.isolated is False:
         raise RewardError(
-            f"reward {name!r} has no parameter {parameter!r}; it has: {', '.join(free) or 'none'}",
-            hint=did_you_mean(parameter, free),
+            f"reward {name!r}: `{needing[0]}` has no hold on a plain function in the trainer's process; allowed with an `async def` or "
+            "in a process of its own",
+            hint="leave `isolated: false` out",
         )
+    return entry.isolated is None and (plain or bool(getattr(target, "isolated", False)))
+
+
+def _limits(entry: RewardFunction, *, timeout: float | None = None) -> CallLimits:
+    return CallLimits(
+        per_prompt=entry.per_prompt,
+        concurrency=entry.concurrency,
+        calls_per_minute=entry.calls_per_minute,
+        timeout=timeout,
+        retries=entry.retries,
+    )

@@ -1,7 +1,7 @@
 """What a reward function logs while it scores: extra columns and metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_cli.metrics import Mean
@@ -32,6 +32,12 @@ class Journal:
         if len(values) != self._count:
             raise ValueError(f"log_extra({column!r}, ...) got {len(values)} values for {self._count} completions")
         self.columns[column] = tuple(values)
+
+    def take(self, columns: Mapping[str, Sequence[Any]], metrics: Mapping[str, Mean]) -> None:
+        """Take over what was logged in another process, where it was checked."""
+        for column, values in columns.items():
+            self.log_extra(column, values)
+        self.metrics |= metrics
 
     def log_metric(self, name: str, value: float) -> None:
         """Average a number into a metric.

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.suggest import did_you_mean
+from grpo_cli.scoring.limits import CallLimits, Throttle
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -24,6 +25,9 @@ class Reward:
         takes_all: Whether it has `**kwargs` and gets everything that is not bound.
         bound: Parameters that already have their value and are never passed.
         is_async: Whether calling it gives a coroutine.
+        limits: How calls are made.
+        throttle: Lets those begin that are waited for.
+        description: What it says of itself at the start, one line.
     """
 
     name: str
@@ -33,6 +37,9 @@ class Reward:
     takes_all: bool
     bound: frozenset[str]
     is_async: bool
+    limits: CallLimits
+    throttle: Throttle
+    description: str | None = None
 
     @property
     def source(self) -> Any:
@@ -71,8 +78,13 @@ class Reward:
         }
 
 
-def make_reward(name: str, function: Callable[..., Any]) -> Reward:
+def make_reward(name: str, function: Callable[..., Any], *, limits: CallLimits | None = None) -> Reward:
     """Look at a callable's signature: a function, a partial, a bound method, or an object with `__call__`; plain or async.
+
+    Args:
+        name: The reward's.
+        function: What is called.
+        limits: How; once for all completions of a step if left out.
 
     Raises:
         RewardError: If it cannot be called with keyword arguments.
@@ -86,6 +98,7 @@ def make_reward(name: str, function: Callable[..., Any]) -> Reward:
                 f"reward function {name!r} takes {parameter.name!r} by position only; arguments are passed by keyword"
             )
     wanted = [parameter for parameter in free if parameter.kind in _KEYWORD]
+    limits = limits or CallLimits()
     return Reward(
         name=name,
         function=function,
@@ -93,7 +106,10 @@ def make_reward(name: str, function: Callable[..., Any]) -> Reward:
         required=tuple(parameter.name for parameter in wanted if parameter.default is parameter.empty),
         takes_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in free),
         bound=bound,
-        is_async=_is_async(function),
+        is_async=is_async(function),
+        limits=limits,
+        throttle=Throttle(limits),
+        description=description_of(unbound(function)),
     )
 
 
@@ -118,6 +134,18 @@ def unbound(function: Callable[..., Any]) -> Any:
     return function
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def description_of(source: Any) -> str | None:
+    """Give what an object says of itself with `describe()`, one line; None if it has nothing to say."""
+    describe = getattr(source, "describe", None)
+    return str(describe()) if callable(describe) and not isinstance(source, type) else None
+
+
+def has_state(source: Any) -> bool:
+    """Tell whether an object behind a reward has a state that belongs into a checkpoint."""
+    return not isinstance(source, type) and hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tell whether calling something gives a coroutine."""
     function = unbound(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  asked for its kind, not whether it exists

@@ -9,12 +9,15 @@ from torch import nn
 
 from grpo_cli.errors import CheckpointError, RewardError
 from grpo_cli.metrics import Metrics, merge
+from grpo_cli.recipe.schema.rewards import RESERVED_COLUMNS, REWARD_ARGUMENTS
 from grpo_cli.scoring.call import Call
-from grpo_cli.scoring.contract import RESERVED_COLUMNS, TrainerState
+from grpo_cli.scoring.early import EarlyCalls
 from grpo_cli.scoring.event_loop import EventLoop
-from grpo_cli.scoring.reward import Reward
-from grpo_cli.scoring.table import Column, lenient_column, strict_column, table_rows
-from grpo_cli.types import REWARD_ARGUMENTS, Group, ScoredGroup
+from grpo_cli.scoring.isolation.function import end_processes
+from grpo_cli.scoring.reward import Reward, has_state
+from grpo_cli.scoring.table import Column, lenient_column, put_together, strict_column
+from grpo_cli.scoring.trainer_state import TrainerState
+from grpo_cli.types import Group, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,40 +26,59 @@ class Scores:
 
     Attributes:
         groups: In the order that was asked for.
-        metrics: What the functions logged with `log_metric`, and `time/reward/{name}` in seconds.
-        problems: One line per prompt that was dropped, and per function that had to be called again.
+        metrics: What the functions logged with `log_metric`, and what their calls took.
+        logged: The names of those metrics that functions logged.
+        problems: One line per prompt on which a function failed, and per function that had to be called again.
+        failed_prompts: How many prompts a function failed on.
     """
 
     groups: tuple[ScoredGroup, ...]
     metrics: Metrics
+    logged: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
+    failed_prompts: int = 0
 
 
 class RewardScorer:
-    """Scores groups with several rewards: async functions at the same time, the others one after another.
+    """Scores groups with several rewards: those that are waited for at the same time, the others one after another.
 
     Args:
         rewards: One column of the table each.
-        on_error: `stop` raises at the first function that breaks its contract. `drop` drops the prompts on which one does; a
-            function that raises is called again prompt by prompt for that.
+        on_error: `stop` raises at the first function that breaks its contract. `drop` drops the prompts on which one does, `value` gives
+            them a reward; a function that fails on several prompts together is called again prompt by prompt for that.
+        error_value: That reward.
+        loop: Where the functions that are waited for run, if isolated ones among them were loaded in one already.
 
     Attributes:
         names: The rewards' names, in the order of the columns.
+        descriptions: What rewards say of themselves at the start, a line each.
 
     Raises:
         RewardError: If there is no reward, or two have one name.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, on_error: Literal["stop", "drop"] = "stop") -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        *,
+        on_error: Literal["stop", "drop", "value"] = "stop",
+        error_value: float | None = None,
+        loop: EventLoop | None = None,
+    ) -> None:
         self.names: tuple[str, ...] = tuple(reward.name for reward in rewards)
         if not self.names:
             raise RewardError("rewards.reward_funcs: there is no reward")
         for name in self.names:
             if self.names.count(name) > 1:
                 raise RewardError(f"rewards.reward_funcs: two rewards are named {name!r}", hint="give one a `name`")
+        self.descriptions = tuple(
+            f"reward {reward.name}: {reward.description}" for reward in rewards if reward.description is not None
+        )
         self._rewards = tuple(rewards)
         self._collect = strict_column if on_error == "stop" else lenient_column
-        self._loop = EventLoop()
+        self._error_value = error_value if on_error == "value" else None
+        self._loop = loop or EventLoop()
+        self._early = EarlyCalls(self._loop)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check before the first rollout that a dataset with these columns has all that the functions need.
@@ -68,8 +90,17 @@ class RewardScorer:
         for reward in self._rewards:
             reward.check_available(available)
 
+    def start(self, group: Group, trainer_state: TrainerState) -> None:
+        """Begin to score a group that is complete while others are not: with the functions that take one at a time and are waited for.
+
+        A later `score` of the same completions waits for these calls instead of making them.
+        """
+        for reward in self._rewards:
+            if reward.limits.per_prompt and reward.is_async:
+                self._early.start(reward, group, trainer_state)
+
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
-        """Call every reward function once, on the completions of all groups together.
+        """Call every reward function, once on the completions of all groups together or once for each.
 
         Raises:
             RewardError: If a function needs an argument that is not there; or, with `on_error: stop`, raises or returns what it
@@ -78,9 +109,13 @@ class RewardScorer:
         if not groups:
             return Scores(groups=(), metrics={})
         columns = self._columns(groups, trainer_state)
-        scored, problems = table_rows(columns, groups)
+        table = put_together(columns, groups, error_value=self._error_value)
         return Scores(
-            groups=tuple(scored), metrics=merge(column.metrics for column in columns), problems=tuple(problems)
+            groups=table.groups,
+            metrics=merge(column.metrics for column in columns),
+            logged=frozenset().union(*(column.logged for column in columns)),
+            problems=table.problems,
+            failed_prompts=table.failed_prompts,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,19 +149,23 @@ class RewardScorer:
             source.load_state_dict(_json_copy(state[name]))
 
     def close(self) -> None:
-        """End the event loop; the next async reward starts a new one."""
+        """End the event loop and the processes of isolated functions; the next call starts new ones."""
+        self._loop.cancel()
+        end_processes(self._rewards, self._loop)
         self._loop.close()
 
     def _columns(self, groups: Sequence[Group], trainer_state: TrainerState) -> list[Column]:
         """Start the coroutines, run the plain functions meanwhile, then collect."""
-        calls: dict[str, Call] = {}
+        calls: dict[str, list[Call]] = {}
         try:
             for reward in sorted(self._rewards, key=lambda reward: not reward.is_async):
-                calls[reward.name] = Call(reward, groups, trainer_state, self._loop)
-            return [
-                self._collect(reward, calls[reward.name], groups, trainer_state, self._loop) for reward in self._rewards
-            ]
+                parts = [[group] for group in groups] if reward.limits.per_prompt else [groups]
+                calls[reward.name] = [
+                    self._early.take(reward, part) or Call(reward, part, trainer_state, self._loop) for part in parts
+                ]
+            return [self._collect(reward, calls[reward.name], trainer_state, self._loop) for reward in self._rewards]
         finally:
+            self._early.clear()
             self._loop.cancel()  # what nobody waits for any more
 
     def _stateful(self) -> dict[str, Any]:
@@ -134,9 +173,7 @@ class RewardScorer:
         return {
             reward.name: reward.source
             for reward in self._rewards
-            if not isinstance(reward.source, nn.Module | type)
-            and hasattr(reward.source, "state_dict")
-            and hasattr(reward.source, "load_state_dict")
+            if has_state(reward.source) and not isinstance(reward.source, nn.Module)
         }
 
 

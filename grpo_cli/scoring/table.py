@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RewardError
-from grpo_cli.metrics import Metrics, Sum, merge
+from grpo_cli.metrics import Max, Mean, Metrics, MetricValue, Sum, merge
 from grpo_cli.scoring.call import Call, Outcome, raised
-from grpo_cli.scoring.contract import TrainerState, check_metric_names
+from grpo_cli.scoring.contract import check_metric_names
 from grpo_cli.scoring.event_loop import EventLoop
+from grpo_cli.scoring.isolation.failures import LostCallError
 from grpo_cli.scoring.reward import Reward
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Group, ScoredGroup
 
 Extras = dict[str, tuple[Any, ...]]
@@ -27,96 +29,139 @@ class Column:
         name: The function's.
         rewards: Per group float32 [G], or why the group is dropped.
         extras: Per group what `log_extra` logged, each of length G.
-        metrics: What `log_metric` logged, and `time/reward/{name}`.
-        failure: What went wrong on all groups together, if the function was called again group by group.
+        metrics: What `log_metric` logged, and what the calls took.
+        logged: The names of those that `log_metric` logged.
+        failure: What went wrong on several groups together, if the function was called again group by group.
     """
 
     name: str
     rewards: list[Tensor | RewardError]
     extras: list[Extras]
     metrics: Metrics
+    logged: frozenset[str] = frozenset()
     failure: str | None = None
 
 
-def strict_column(
-    reward: Reward, call: Call, groups: Sequence[Group], trainer_state: TrainerState, loop: EventLoop
-) -> Column:
-    """Collect a call of all groups.
+def strict_column(reward: Reward, calls: Sequence[Call], trainer_state: TrainerState, loop: EventLoop) -> Column:
+    """Collect the calls of a function.
 
     Raises:
-        RewardError: If the function raised or broke its contract on any of them. Where it raised, it is called once more on one
+        RewardError: If the function failed or broke its contract on any group. Where it raised, it is called once more on one
             completion after the other, to name the row: the run stops, so what else it does no longer matters.
     """
-    try:
-        outcome = call.outcome()
-    except RewardError as error:
-        found = _first_failing_row(reward, groups, trainer_state, loop) if error.__cause__ is not None else None
-        raise (found or error) from (found or error).__cause__
-    for rewards in outcome.rewards:
-        if isinstance(rewards, RewardError):
-            raise rewards
-    return _column(reward.name, [outcome], [groups], call.seconds)
+    finished = []
+    for call in calls:
+        try:
+            outcome = call.outcome()
+        except RewardError as error:
+            found = _first_failing_row(reward, call.groups, trainer_state, loop) if _is_raised(error) else None
+            raise (found or error) from (found or error).__cause__
+        for rewards in outcome.rewards:
+            if isinstance(rewards, RewardError):
+                raise rewards
+        finished.append((call, outcome))
+    return _column(reward.name, finished)
 
 
-def lenient_column(
-    reward: Reward, call: Call, groups: Sequence[Group], trainer_state: TrainerState, loop: EventLoop
-) -> Column:
-    """Collect a call of all groups; if it failed as a whole, call the function again group by group.
+def lenient_column(reward: Reward, calls: Sequence[Call], trainer_state: TrainerState, loop: EventLoop) -> Column:
+    """Collect the calls of a function; one of several groups that failed as a whole is made again group by group.
 
     Raises:
         RewardError: If the function logged a metric under a name that is not allowed: no prompt is to blame for that.
     """
-    try:
-        outcome = call.outcome()
-    except RewardError as error:
-        failure = error.message
-    else:
-        return _column(reward.name, [outcome], [groups], call.seconds)
-    outcomes, parts, errors = [], [], {}
-    seconds = call.seconds
-    for index, group in enumerate(groups):
-        again = Call(reward, [group], trainer_state, loop)
+    column: Column | None = None
+    for call in calls:
         try:
-            outcomes.append(again.outcome())
-            parts.append([group])
+            outcome = call.outcome()
         except RewardError as error:
-            errors[index] = error
-        seconds += again.seconds
-    column = _column(reward.name, outcomes, parts, seconds)
-    rewards, extras = iter(column.rewards), iter(column.extras)
-    failed = [index in errors for index in range(len(groups))]
-    return replace(
-        column,
-        rewards=[errors[index] if bad else next(rewards) for index, bad in enumerate(failed)],
-        extras=[{} if bad else next(extras) for bad in failed],
-        failure=failure,
+            part = _again(reward, call, error, trainer_state, loop)
+        else:
+            part = _column(reward.name, [(call, outcome)])
+        column = part if column is None else _joined(column, part)
+    assert column is not None, "there is a call wherever there is a group"
+    return column
+
+
+def _again(reward: Reward, call: Call, failure: RewardError, trainer_state: TrainerState, loop: EventLoop) -> Column:
+    """Find the groups that a call failed on."""
+    if len(call.groups) == 1:
+        return _lost(call, failure)
+    column = replace(_lost(call, failure), rewards=[], extras=[], failure=failure.message)
+    for again in [Call(reward, [group], trainer_state, loop) for group in call.groups]:
+        try:
+            outcome = again.outcome()
+        except RewardError as error:
+            part = _lost(again, error)
+        else:
+            part = _column(reward.name, [(again, outcome)])
+        column = _joined(column, part)
+    return column
+
+
+def _lost(call: Call, failure: RewardError) -> Column:
+    """Give the group of a call that failed its error."""
+    return Column(name=call.name, rewards=[failure], extras=[{}], metrics=_call_metrics(call.name, call, failed=True))
+
+
+def _joined(column: Column, other: Column) -> Column:
+    """Put the groups of two parts of a column behind each other."""
+    return Column(
+        name=column.name,
+        rewards=[*column.rewards, *other.rewards],
+        extras=[*column.extras, *other.extras],
+        metrics=merge([column.metrics, other.metrics]),
+        logged=column.logged | other.logged,
+        failure=column.failure or other.failure,
     )
 
 
-def table_rows(columns: Sequence[Column], groups: Sequence[Group]) -> tuple[list[ScoredGroup], list[str]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """All columns side by side.
+
+    Attributes:
+        groups: The scored groups.
+        problems: One line for each prompt on which a function failed, or for a function that failed on several together and on none
+            alone.
+        failed_prompts: How many prompts a function failed on.
+    """
+
+    groups: tuple[ScoredGroup, ...]
+    problems: tuple[str, ...]
+    failed_prompts: int
+
+
+def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_value: float | None) -> Table:
     """Put the columns side by side.
 
-    Returns:
-        The scored groups, and one line for each that is dropped because a function failed on it, or for a function that failed
-        on all groups together and on none alone.
+    Args:
+        columns: One per function.
+        groups: What they scored.
+        error_value: The rewards of a group that a function failed on; None: the group is dropped.
     """
     names = _extra_names(columns)
     scored: list[ScoredGroup] = []
     problems: list[str] = []
+    failed_prompts = 0
     for index, group in enumerate(groups):
         size = len(group.completions)
         rewards = [column.rewards[index] for column in columns]
         errors = [reward for reward in rewards if isinstance(reward, RewardError)]
-        problems += [f"prompt {group.prompt.uid} is left out: {error.message}" for error in errors[:1]]
+        dropped = bool(errors) and error_value is None
+        consequence = "is left out" if error_value is None else f"gets {error_value:g}"
+        problems += [f"prompt {group.prompt.uid} {consequence}: {error.message}" for error in errors[:1]]
+        failed_prompts += bool(errors)
         scored.append(
             ScoredGroup(
                 group=group,
-                rewards=_side_by_side(rewards) if not errors else torch.full((size, len(columns)), math.nan),
+                rewards=torch.full((size, len(columns)), math.nan)
+                if dropped
+                else _side_by_side(rewards, size, error_value),
                 extras={
                     shown: columns[owner].extras[index].get(name, (None,) * size)
                     for shown, (owner, name) in names.items()
                 },
-                dropped=bool(errors),
+                dropped=dropped,
             )
         )
     problems += [
@@ -124,11 +169,19 @@ def table_rows(columns: Sequence[Column], groups: Sequence[Group]) -> tuple[list
         for column in columns
         if column.failure is not None and not any(isinstance(rewards, RewardError) for rewards in column.rewards)
     ]
-    return scored, problems
+    return Table(groups=tuple(scored), problems=tuple(problems), failed_prompts=failed_prompts)
 
 
-def _side_by_side(rewards: Iterable[Tensor | RewardError]) -> Tensor:
-    return torch.stack([reward for reward in rewards if isinstance(reward, Tensor)], dim=1)
+def _side_by_side(rewards: Iterable[Tensor | RewardError], size: int, error_value: float | None) -> Tensor:
+    return torch.stack(
+        [
+            reward
+            if isinstance(reward, Tensor)
+            else torch.full((size,), math.nan if error_value is None else error_value)
+            for reward in rewards
+        ],
+        dim=1,
+    )
 
 
 def _extra_names(columns: Sequence[Column]) -> dict[str, tuple[int, str]]:
@@ -140,22 +193,41 @@ def _extra_names(columns: Sequence[Column]) -> dict[str, tuple[int, str]]:
     return names
 
 
-def _column(name: str, outcomes: Sequence[Outcome], parts: Sequence[Sequence[Group]], seconds: float) -> Column:
+def _column(name: str, finished: Sequence[tuple[Call, Outcome]]) -> Column:
     extras: list[Extras] = []
-    for outcome, groups in zip(outcomes, parts, strict=True):
+    for call, outcome in finished:
         start = 0
-        for group in groups:
+        for group in call.groups:
             end = start + len(group.completions)
             extras.append({column: values[start:end] for column, values in outcome.journal.columns.items()})
             start = end
-    logged = merge(outcome.journal.metrics for outcome in outcomes)
+    logged = merge(outcome.journal.metrics for _, outcome in finished)
     check_metric_names(name, logged)
     return Column(
         name=name,
-        rewards=[rewards for outcome in outcomes for rewards in outcome.rewards],
+        rewards=[rewards for _, outcome in finished for rewards in outcome.rewards],
         extras=extras,
-        metrics={**logged, f"time/reward/{name}": Sum(seconds)},
+        metrics=merge([logged, *(_call_metrics(name, call) for call, _ in finished)]),
+        logged=frozenset(logged),
     )
+
+
+def _call_metrics(name: str, call: Call, *, failed: bool = False) -> Metrics:
+    """Tell what a call took. What did not happen is not told."""
+    metrics: dict[str, MetricValue] = {f"time/reward/{name}": Sum(call.seconds)}
+    if call.attempts > 1:
+        metrics[f"reward/{name}/repeated_calls"] = Sum(call.attempts - 1)
+    if failed:
+        metrics[f"reward/{name}/failed_calls"] = Sum(1)
+    if call.per_prompt:
+        metrics[f"time/reward/{name}/mean"] = Mean(call.seconds, 1)
+        metrics[f"time/reward/{name}/max"] = Max(call.seconds)
+    return metrics
+
+
+def _is_raised(error: RewardError) -> bool:
+    """Tell whether a function raised, so that it will again; not if its process was lost, over whatever."""
+    return error.__cause__ is not None and not isinstance(error.__cause__, LostCallError)
 
 
 def _first_failing_row(

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.measure import Meter, multiplication_rates, resident_bytes, weight_bytes
 from bench.worker import serve
 from bench.workload import Workload
-from grpo_cli.engine.build import build_stages, load_policy, loop_settings
+from grpo_cli.engine.build import build_stages, load_policy
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.generation import generate
@@ -28,6 +28,7 @@ from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.settings import loop_settings
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.replicas import Replicas
@@ -36,7 +37,7 @@ from grpo_cli.metrics import results
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
 from grpo_cli.recipe.schema import Recipe
-from grpo_cli.rollout.engine import RolloutEngine
+from grpo_cli.rollout.engine import OnGroup, RolloutEngine
 from grpo_cli.rollout.local.stops import StopCheck
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
@@ -88,7 +89,13 @@ class ForcedEngine:
         self._tokenizer = tokenizer
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,  # noqa: ARG002  the tokens are not these
     ) -> list[Group]:
         """Sample, check that the lengths are as told, and exchange the tokens."""
         wanted = [list(prompt.ids) for prompt in prompts]

@@ -33,7 +33,7 @@ from grpo_cli.engine.window import training_groups
 from grpo_cli.objective.advantages import AdvantageSettings, advantages, reward_metrics
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.settings import LossType
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.rollouts import rollout_metrics
 from grpo_cli.types import Group, PolicyLogps, Prompt, TrainingGroup
 

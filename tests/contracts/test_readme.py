@@ -14,10 +14,10 @@ from grpo_cli.recipe import reference
 from grpo_cli.recipe.imports import locate
 from grpo_cli.recipe.load import load_recipe
 from grpo_cli.recipe.schema import RewardsSection
-from grpo_cli.recipe.schema.rewards import RewardFunction
-from grpo_cli.scoring.contract import RESERVED_COLUMNS, TrainerState
+from grpo_cli.recipe.schema.rewards import RESERVED_COLUMNS, RewardFunction
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry import names
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId
 

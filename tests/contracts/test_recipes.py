@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
+from rewards.code import PassedTests
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 PATHS = sorted(RECIPES.glob("*.yaml"))
-LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask", "vllm", "lora", "qwen2.5-72b"}
+LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask", "code", "vllm", "lora", "qwen2.5-72b"}
 
 each_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
@@ -61,13 +63,15 @@ def test_a_header_says_what_it_needs_how_to_run_it_and_what_to_expect(path: Path
 @each_recipe
 def test_rewards_take_the_parameters_and_columns_that_the_recipe_gives_them(path: Path) -> None:
     loaded = load_recipe(path)
-    scorer = RewardScorer(load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu"))
+    loop = EventLoop()
+    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu", loop=loop)
+    scorer = RewardScorer(rewards, loop=loop)
     columns = bundled_rows(loaded)[0] if is_bundled(loaded) else loaded.recipe.dataset.columns
     scorer.check_columns(columns)
     scorer.close()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "multitask"])
+@pytest.mark.parametrize("name", ["quickstart", "multitask", "code"])
 def test_bundled_rows_are_different_prompts_of_one_shape(name: str) -> None:
     rows = bundled_rows(load_recipe(RECIPES / f"{name}.yaml"))
     assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) >= 24
@@ -107,3 +111,16 @@ def test_wrong_answers_of_multitask_earn_less() -> None:
     assert word_count.function(
         completions=completions, task=["word_count"] * 4, ground_truth=["3"] * 4
     ) == pytest.approx([0.8, 0.9, 1.0, 0.8])
+
+
+def test_the_reference_of_each_task_of_code_passes_its_tests_and_that_of_others_does_not() -> None:
+    loaded = load_recipe(RECIPES / "code.yaml")
+    rows = bundled_rows(loaded)
+    [entry] = loaded.recipe.rewards.reward_funcs
+    reward = PassedTests(**entry.parameters)
+    answers = [f"```python\n{row['reference']}\n```" for row in rows]
+    tests = [row["tests"] for row in rows]
+    assert reward(completions=answers, tests=tests) == [1.0] * len(rows)
+    others = reward(completions=answers, tests=[*tests[1:], tests[0]])
+    assert all(share is not None and share < 1 for share in others)
+    assert {"assert" in each for each in tests} == {True, False}

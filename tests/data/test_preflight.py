@@ -9,7 +9,7 @@ from datasets import Dataset
 from grpo_cli.data.preflight import preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.errors import DataError
-from grpo_cli.types import REWARD_ARGUMENTS
+from grpo_cli.recipe.schema.rewards import REWARD_ARGUMENTS
 
 Builder = Callable[..., PromptBuilder]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_cli.rollout.engine import OnGroup
 from grpo_cli.rollout.local.engine import LocalEngine
 from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -43,10 +44,18 @@ class CopyingEngine:
         self.calls: list[tuple[int | str, ...]] = []
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         self.calls.append(seed_key)
-        groups = self._engine.generate(prompts, sampling, num_generations=num_generations, seed_key=seed_key)
+        groups = self._engine.generate(
+            prompts, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+        )
         return [replace(group, completions=tuple(map(self._drifted, group.completions))) for group in groups]
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:

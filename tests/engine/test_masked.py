@@ -7,8 +7,8 @@ import pytest
 import torch
 from engine.conftest import GroupMaker
 
-from grpo_cli.engine.build import correction_settings
 from grpo_cli.engine.masked import masked_completions
+from grpo_cli.engine.settings import correction_settings
 from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.recipe.schema import VllmSection

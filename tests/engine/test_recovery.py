@@ -15,7 +15,7 @@ from grpo_cli.engine.run import run
 from grpo_cli.errors import Interrupted, TrainingError
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.load import load_recipe
-from grpo_cli.rollout.engine import EngineLostError
+from grpo_cli.rollout.engine import EngineLostError, OnGroup
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -39,9 +39,17 @@ class MortalEngine(CopyingEngine):
         self._alive = True
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
-        groups = super().generate(prompts, sampling, num_generations=num_generations, seed_key=seed_key)
+        groups = super().generate(
+            prompts, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+        )
         self._live(str(seed_key[1]))
         return groups
 

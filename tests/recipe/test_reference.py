@@ -55,6 +55,13 @@ def test_every_section_has_a_table() -> None:
         "model",
         "name",
         "parameters",
+        "isolated",
+        "timeout",
+        "memory_limit",
+        "per_prompt",
+        "concurrency",
+        "calls_per_minute",
+        "retries",
         "batch_size",
         "max_length",
     }

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import rewards
+from rewards.code import PassedTests
 from rewards.cosine import cosine_scaled
 from rewards.diversity import unique_characters
 from rewards.format import think, think_answer
+from rewards.judge import Judge
 from rewards.length import close_to_characters, close_to_tokens, num_characters, num_tokens
 from rewards.overlong import soft_overlong_punishment
 from rewards.repetition import repetition_penalty
@@ -54,8 +56,9 @@ def test_every_shipped_reward_ignores_other_columns_and_says_where_it_comes_from
         if function.__module__ == f"rewards.{module.name}" and not name.startswith("_") and name != "last_boxed"
     ]
     assert len(functions) == 12
-    for function in functions:
-        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    for function in [*functions, PassedTests, Judge]:
+        called: Any = getattr(function, "__call__") if isinstance(function, type) else function  # noqa: B004, B009
+        kinds = [parameter.kind for parameter in inspect.signature(called).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD in kinds, function
         assert "Source:" in (function.__doc__ or ""), function
 

@@ -46,6 +46,22 @@ def test_dropout_and_checkpointing_are_off_while_sampling_and_every_mode_comes_b
     assert model.is_gradient_checkpointing
 
 
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_groups_are_told_as_soon_as_they_are_complete(
+    model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings, share_prefix: bool
+) -> None:
+    """Prompts are sampled one after another here, so the first is told before the second has begun."""
+    told: list[Group] = []
+    seen: list[int] = []
+    engine = LocalEngine(
+        model, tokenizer, max_num_seqs=2, share_prefix=share_prefix, on_progress=lambda _: seen.append(len(told))
+    )
+    groups = engine.generate(prompts, settings(), num_generations=2, seed_key=(0,), on_group=told.append)
+    assert sorted(told, key=lambda group: group.prompt.uid) == sorted(groups, key=lambda group: group.prompt.uid)
+    assert sorted(set(seen)) == list(range(len(prompts) + 1))[: len(set(seen))]
+    assert len(set(seen)) >= len(prompts)
+
+
 def test_modes_come_back_after_an_error(model: Any, tokenizer: Any, prompts: list[Prompt], settings: Settings) -> None:
     def fail(_: int) -> None:
         raise RuntimeError("interrupted")

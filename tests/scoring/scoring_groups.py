@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from grpo_cli.scoring.contract import TrainerState
+from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId
 
 STATE = TrainerState(global_step=3, max_steps=12, epoch=0.5, progress=0.25)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_cli.device_memory import is_out_of_memory, release_unused, trim_heap
+from grpo_cli.rollout.engine import OnGroup
 from grpo_cli.rollout.local.decoder import CacheDecoder, Decoder, evaluating
+from grpo_cli.rollout.local.finished_groups import FinishedGroups
 from grpo_cli.rollout.local.group_check import obstacle, window_of
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
 from grpo_cli.rollout.local.packed_linear import packed_linears
@@ -81,7 +83,13 @@ class LocalEngine:
                 self._notice_own_cache(reason)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt. See `RolloutEngine.generate`."""
         rows = [
@@ -92,15 +100,16 @@ class LocalEngine:
         lengths = [len(prompt.ids) for prompt in prompts]
         # Prompts of similar length go together, for little padding; the longest first, so that too little memory shows early.
         unfinished = sorted(rows, key=lambda row: lengths[row.number], reverse=True)
+        finished = FinishedGroups(prompts, rows, close=self._group, on_group=on_group)
         while unfinished:
             slots = min(self._max_num_seqs, len(unfinished))
             with evaluating(self._model), packed_linears(self._model):
-                enough = self._sample(unfinished, [prompt.ids for prompt in prompts], sampling, slots)
+                enough = self._sample(unfinished, finished, sampling, slots)
             unfinished = [row for row in unfinished if row.finish_reason is None]
             if not enough:
                 self._start_again(unfinished, slots)
         trim_heap(self._device)
-        return self._groups(prompts, rows)
+        return finished.all()
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:  # noqa: ARG002  shared
         """Take the version number; the weights are the trainer's own."""
@@ -113,11 +122,12 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: the engine holds nothing of its own between two calls."""
 
-    def _sample(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]], sampling: Sampling, slots: int) -> bool:
+    def _sample(self, rows: Sequence[Row], finished: FinishedGroups, sampling: Sampling, slots: int) -> bool:
         """Sample rows until all have finished or memory runs out; returns whether there was enough of it.
 
         Nothing of what filled the memory outlives this call.
         """
+        prompts = [prompt.ids for prompt in finished.prompts]
         try:
             with self._decoding(prompts, sampling, slots) as decoder:
                 RowSampler(
@@ -128,6 +138,7 @@ class LocalEngine:
                     slots=slots,
                     max_cached_tokens=self._max_cached_tokens,
                     on_progress=self._report,
+                    on_finished=finished.add,
                 ).run(rows)
         except (RuntimeError, MemoryError) as error:
             if slots == 1 or not is_out_of_memory(error):
@@ -185,13 +196,13 @@ class LocalEngine:
         if self._on_progress is not None:
             self._on_progress(tokens)
 
-    def _groups(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> list[Group]:
-        """Close the rows and put each to its prompt."""
-        texts = self._tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True) if rows else []
-        completions: list[list[Completion]] = [[] for _ in prompts]
+    def _group(self, prompt: Prompt, rows: Sequence[Row]) -> Group:
+        """Make the group of a prompt of its rows, all of which have finished."""
+        texts = self._tokenizer.batch_decode([row.ids for row in rows], skip_special_tokens=True)
+        completions = []
         for row, text in zip(rows, texts, strict=True):
             assert row.finish_reason is not None
-            completions[row.number].append(
+            completions.append(
                 Completion(
                     index=row.index,
                     ids=tuple(row.ids),
@@ -201,4 +212,4 @@ class LocalEngine:
                     policy_version=self._version,
                 )
             )
-        return [Group(prompt=prompt, completions=tuple(own)) for prompt, own in zip(prompts, completions, strict=True)]
+        return Group(prompt=prompt, completions=tuple(completions))

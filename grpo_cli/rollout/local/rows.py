@@ -60,6 +60,7 @@ class RowSampler:
         slots: Most rows at once.
         max_cached_tokens: Most prompt and completion tokens that are held at once, unless a single row has more; None: no limit.
         on_progress: Called after every step with the number of tokens it added.
+        on_finished: Called with every row that has finished.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class RowSampler:
         slots: int,
         max_cached_tokens: int | None = None,
         on_progress: Callable[[int], None],
+        on_finished: Callable[[Row], None],
     ) -> None:
         self._max_cached_tokens = max_cached_tokens
         self._decoder = decoder
@@ -80,6 +82,7 @@ class RowSampler:
         self._prompts = prompts
         self._slots = slots
         self._on_progress = on_progress
+        self._on_finished = on_finished
         self._sampler: TokenSampler | None = None
 
     def run(self, rows: Sequence[Row]) -> None:
@@ -146,6 +149,8 @@ class RowSampler:
                 row.finish_reason = FinishReason.STOP
             elif len(row.ids) == self._sampling.max_tokens:
                 row.finish_reason = FinishReason.LENGTH
+            if row.finish_reason is not None:
+                self._on_finished(row)
         self._on_progress(len(going))
 
     def _leave(self, held: list[Row]) -> list[Row]:

@@ -12,12 +12,13 @@ from transformers import AutoConfig
 from grpo_cli.errors import LostProcessError, ModelError, TrainingError
 from grpo_cli.recipe.vllm_rules import ENGINE_ARGUMENTS
 from grpo_cli.rollout.cached_values import cached_values_per_token
+from grpo_cli.rollout.engine import OnGroup
 from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.buckets import sent_dtype
-from grpo_cli.rollout.vllm.completion import SampledTokens, completed_group
+from grpo_cli.rollout.vllm.completion import completed_group, sampled_tokens
 from grpo_cli.rollout.vllm.containment import Containment, spared_process_group
 from grpo_cli.rollout.vllm.sampling import first_seed, sampling_fields
-from grpo_cli.types import FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
+from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 _ADAPTER_ARGUMENTS = ("enable_lora", "max_loras", "max_lora_rank")
 
@@ -104,7 +105,13 @@ class ColocateEngine:
             failed.pop_all()
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt. See `RolloutEngine.generate`.
 
@@ -124,11 +131,7 @@ class ColocateEngine:
             if self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up(tags=["kv_cache"])
             with _lost_processes():
-                sampled = self._sample(prompts, parameters, copies)
-        return [
-            completed_group(prompt, one * copies, tokenizer=self._tokenizer, version=self._version)
-            for prompt, one in zip(prompts, sampled, strict=True)
-        ]
+                return self._sample(prompts, parameters, copies, self._version, on_group)
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Copy new weights into the engine. See `RolloutEngine.sync`."""
@@ -205,11 +208,18 @@ class ColocateEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _sample(self, prompts: Sequence[Prompt], parameters: Sequence[Any], copies: int) -> list[list[SampledTokens]]:
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        parameters: Sequence[Any],
+        copies: int,
+        version: PolicyVersion,
+        on_group: OnGroup | None,
+    ) -> list[Group]:
         """Drive the engine until all requests are answered; drop those that are not if this is left early."""
         engine = self._llm.llm_engine
         assert not engine.is_sleeping(), "it would wait for ever"
-        answers: dict[str, list[SampledTokens]] = {}
+        answers: dict[str, Group] = {}
         names = [str(number) for number in range(len(prompts))]
         try:
             for name, prompt, wanted in zip(names, prompts, parameters, strict=True):
@@ -218,8 +228,13 @@ class ColocateEngine:
                 )
             while engine.has_unfinished_requests():
                 for output in engine.step():
-                    answers[output.request_id] = [_sampled(one) for one in output.outputs]
-                    self._on_progress(copies * sum(len(one.token_ids) for one in output.outputs))
+                    sampled = [sampled_tokens(one) for one in output.outputs] * copies
+                    prompt = prompts[int(output.request_id)]
+                    group = completed_group(prompt, sampled, tokenizer=self._tokenizer, version=version)
+                    answers[output.request_id] = group
+                    self._on_progress(sum(len(one.ids) for one in sampled))
+                    if on_group is not None:
+                        on_group(group)
         except BaseException:
             engine.abort_request([name for name in names if name not in answers])
             raise
@@ -377,14 +392,3 @@ def _with_bounded_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     block_bytes = _BLOCK_TOKENS * values * getattr(torch, arguments["dtype"], torch.float32).itemsize
     blocks = 1 + arguments["max_num_seqs"] * math.ceil(longest / _BLOCK_TOKENS)  # one is never used
     return arguments | {"kv_cache_memory_bytes": min(given, blocks * block_bytes)}
-
-
-def _sampled(output: Any) -> SampledTokens:
-    """Read one completion."""
-    if output.finish_reason not in tuple(FinishReason):
-        raise TrainingError(f"vLLM ended a completion for an unknown reason: {output.finish_reason}")
-    return SampledTokens(
-        ids=tuple(output.token_ids),
-        logps=tuple(output.logprobs.logprobs),
-        finish_reason=FinishReason(output.finish_reason),
-    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from grpo_cli.errors import TrainingError
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt
 
 _NO_LOGP = -9999.0
@@ -56,6 +57,21 @@ def completed_group(
             )
             for index, (one, text) in enumerate(zip(sampled, texts, strict=True))
         ),
+    )
+
+
+def sampled_tokens(output: Any) -> SampledTokens:
+    """Read a completion of an engine in this process.
+
+    Raises:
+        TrainingError: If it ended for a reason that no completion should have.
+    """
+    if output.finish_reason not in tuple(FinishReason):
+        raise TrainingError(f"vLLM ended a completion for an unknown reason: {output.finish_reason}")
+    return SampledTokens(
+        ids=tuple(output.token_ids),
+        logps=tuple(output.logprobs.logprobs),
+        finish_reason=FinishReason(output.finish_reason),
     )
 
 

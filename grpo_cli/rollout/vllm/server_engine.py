@@ -15,7 +15,7 @@ from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
 from grpo_cli.errors import TrainingError
-from grpo_cli.rollout.engine import EngineLostError
+from grpo_cli.rollout.engine import EngineLostError, OnGroup
 from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.transaction import transfer
 from grpo_cli.rollout.sync.transports import WeightTransport
@@ -147,7 +147,13 @@ class ServerEngine:
         self._check_fit(found)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, seed_key: tuple[int | str, ...]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        seed_key: tuple[int | str, ...],
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Sample `num_generations` completions for each prompt. See `RolloutEngine.generate`.
 
@@ -169,6 +175,8 @@ class ServerEngine:
                 prompt = prompts[answer.number]
                 group = completed_group(prompt, sampled, tokenizer=self._tokenizer, version=self._version)
                 groups[answer.number] = group
+                if on_group is not None:
+                    on_group(group)
                 self._on_progress(sum(len(completion.ids) for completion in group.completions))
         return [groups[number] for number in range(len(prompts))]
 

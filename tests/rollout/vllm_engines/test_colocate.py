@@ -113,9 +113,11 @@ def test_a_sync_and_a_sample_leave_the_process_as_it_was(
     synced: ColocateEngine, model: Any, prompts: list[Prompt], settings: Callable[..., Sampling]
 ) -> None:
     before = process_state()
+    told: list[Group] = []
     synced.sync(list(model.named_parameters()), PolicyVersion(2))
-    synced.generate(prompts, settings(), num_generations=G, seed_key=KEY)
+    groups = synced.generate(prompts, settings(), num_generations=G, seed_key=KEY, on_group=told.append)
     assert process_state() == before
+    assert {id(group) for group in told} == {id(group) for group in groups}
 
 
 def test_vllm_computes_in_its_own_precision_under_autocast() -> None:

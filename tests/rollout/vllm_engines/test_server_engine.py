@@ -15,7 +15,7 @@ from server_engines import KEY, SAMPLING, Build, Serve, expected_ids, generate, 
 from grpo_cli.errors import Interrupted, TrainingError
 from grpo_cli.rollout.engine import EngineLostError
 from grpo_cli.rollout.vllm.client import ServerError
-from grpo_cli.types import PolicyVersion, Sampling
+from grpo_cli.types import Group, PolicyVersion, Sampling
 
 
 @pytest.mark.parametrize("number_of_servers", [1, 2, 3])
@@ -45,6 +45,20 @@ def test_no_prompts_are_no_requests(serve: Serve, build: Build) -> None:
     before = len(server.calls)
     assert generate(engine, []) == []
     assert len(server.calls) == before
+
+
+def test_groups_are_told_as_soon_as_they_are_complete(serve: Serve, build: Build) -> None:
+    slow, fast = serve(max_num_seqs=2, seconds=0.5), serve(max_num_seqs=2, seconds=0.01)
+    told: list[tuple[float, Group]] = []
+    groups = synced(build(slow, fast)).generate(
+        many(8),
+        SAMPLING,
+        num_generations=2,
+        seed_key=KEY,
+        on_group=lambda group: told.append((time.monotonic(), group)),
+    )
+    assert {id(group) for _, group in told} == {id(group) for group in groups}
+    assert told[-1][0] - told[0][0] > 0.2, "they were told at the end"
 
 
 def test_slow_server_gets_fewer_prompts(serve: Serve, build: Build) -> None:

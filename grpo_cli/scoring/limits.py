@@ -1,0 +1,44 @@
+"""When and how often a reward function is called."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiolimiter import AsyncLimiter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    """How calls of one reward function are made.
+
+    Attributes:
+        per_prompt: One call for each prompt, instead of one for all of a step.
+        concurrency: Most calls at the same time, of functions that are waited for.
+        calls_per_minute: Most calls that begin in any minute, spread evenly; None: no limit.
+        timeout: Seconds after which a coroutine is cancelled; None: never.
+        retries: Times that a call is made again before it has failed.
+    """
+
+    per_prompt: bool = False
+    concurrency: int = 1
+    calls_per_minute: float | None = None
+    timeout: float | None = None
+    retries: int = 0
+
+
+class Throttle:
+    """Lets calls begin as limits allow. Used in one event loop."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self._free = asyncio.Semaphore(limits.concurrency)
+        rate = limits.calls_per_minute
+        self._rate = None if rate is None else AsyncLimiter(1, 60 / rate)
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[None]:
+        """Wait for a turn; what is inside is the call."""
+        async with self._free:
+            if self._rate is not None:
+                await self._rate.acquire()
+            yield
