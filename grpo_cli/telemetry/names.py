@@ -116,14 +116,16 @@ def in_table_order(names: Iterable[str]) -> list[str]:
 
 def _rank(name: str) -> int:
     bare = name.removeprefix(EVALUATION_PREFIX)
-    ranks = [_bare_rank(bare)]
-    if bare != name:
-        ranks.append(_bare_rank(bare.partition("/")[2]))  # of a dataset with a name
-    return min(ranks)
+    rank = _bare_rank(bare)
+    if rank == len(TABLE) and bare != name:
+        return _bare_rank(bare.partition("/")[2])  # of a dataset with a name
+    return rank
 
 
 def _bare_rank(name: str) -> int:
-    return next((rank for rank, pattern in enumerate(_PATTERNS) if pattern.fullmatch(name)), len(TABLE))
+    """Look for a name as it is; of rows that it fits, the one that says most of it: `time/reward/{name}/max` ends as a function's name may."""
+    fitting = (rank for rank, pattern in enumerate(_PATTERNS) if pattern.fullmatch(name))
+    return max(fitting, key=lambda rank: len(TABLE[rank].name), default=len(TABLE))
 
 
 def metric_table() -> str:
