@@ -93,6 +93,8 @@ def evaluate(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], *, output: 
             scorers = load_scorers(loaded, processes)
             for scorer in {id(one): one for one in scorers}.values():
                 stack.callback(scorer.close)
+                for description in scorer.descriptions:
+                    view.say(description)
             for model in models:
                 place = output / model.label
                 found[model.label] = _evaluate_model(
@@ -221,6 +223,13 @@ def _score(inputs: SamplingInputs, held_out: HeldOut, store: EvaluationStore, vi
         table = held_out.with_answers(completion_table(scores.groups, held_out.scorer.names, step=0))
     for problem in scores.problems:
         view.warn(problem)
+    failed, rewards = scores.failed_prompts, held_out.task.rewards
+    if failed >= rewards.failure_budget * len(groups):
+        raise TrainingError(
+            f"{held_out.task.label}: a reward function failed on {failed} of {len(groups)} prompts; `rewards.failure_budget` allows less "
+            f"than {rewards.failure_budget:g} of them",
+            hint=f"the completions are kept: the same command scores them again. {'; '.join(scores.problems[:1])}",
+        )
     numbers = plain_numbers(held_out, scores)
     store.write_completions(
         table.drop_columns(["step", "policy_version"]),

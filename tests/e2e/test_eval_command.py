@@ -267,6 +267,21 @@ def test_errors_are_for_people(
     assert "Traceback" not in outcome.stderr
 
 
+def test_rewards_that_fail_too_often_end_it_and_leave_the_completions(experiment: Experiment, warm: WarmStart) -> None:
+    rewards = experiment.folder / "my_rewards.py"
+    sound = rewards.read_text()
+    rewards.write_text(sound.replace("    answers = ", "    broken\n    answers = "))
+    arguments = ("eval", experiment.recipe, "rewards.on_error=drop", "--output", experiment.output("out"))
+    broken = warm.run(*arguments)
+    assert broken.returncode == 4
+    assert "letters: a reward function failed on 12 of 12 prompts" in broken.stderr
+    assert len(list(experiment.output("out").glob("*/letters/part-*"))) == 1
+    rewards.write_text(sound)
+    mended = warm.run(*arguments)
+    assert mended.returncode == 0, mended.stderr
+    assert "letters: 12 of 12 prompts\n" in mended.stdout, "no token was sampled again"
+
+
 def test_one_process_is_enough(experiment: Experiment, warm: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     outcome = warm.run("eval", experiment.recipe)
