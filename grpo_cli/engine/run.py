@@ -30,7 +30,6 @@ from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.console import open_console, open_view
@@ -137,9 +136,8 @@ def _load_scorer(loaded: LoadedRecipe, processes: Processes) -> RewardScorer:
     """Load the reward functions."""
     section = loaded.recipe.rewards
     trusts = loaded.recipe.model.trust_remote_code
-    loop = EventLoop()
-    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts, loop=loop)
-    return RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value, loop=loop)
+    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
+    return RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
 
 
 def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
