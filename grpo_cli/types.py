@@ -134,6 +134,7 @@ class ScoredGroup:
         group: What was scored.
         rewards: float32 [G, F], CPU. NaN: the function returned None, it did not apply.
         extras: Columns that reward functions logged with `log_extra`, each of length G.
+        failed: Names of the functions that failed on this group.
         dropped: True if `rewards.on_error: drop` took this group out of the step (its rewards are all NaN).
     """
 
@@ -141,6 +142,7 @@ class ScoredGroup:
     rewards: Tensor
     extras: Mapping[str, tuple[Any, ...]]
     dropped: bool = False
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

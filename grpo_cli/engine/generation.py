@@ -86,7 +86,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         scores = stages.scorer.score(groups, now)
     check_logged(scores.logged)
     for problem in scores.problems:
-        stages.recorder.warn("rewards/dropped", problem)
+        stages.recorder.warn("rewards/failed", problem)
     _check_failures(scores, settings, step=state.step + 1)
     stages.reward_memory.observe(scores.groups)
     for warning in stages.health.observe(scores.groups):

@@ -23,32 +23,34 @@ class RewardMemory:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._generations: deque[list[list[float]]] = deque(maxlen=GENERATIONS)
+        self._generations: deque[dict[str, tuple[float, float, float]]] = deque(maxlen=GENERATIONS)
 
     def observe(self, scored: Sequence[ScoredGroup]) -> None:
-        """Take in a generation."""
-        rewards = torch.cat([one.rewards for one in scored]).double()
-        columns = [column[~column.isnan()] for column in rewards.unbind(dim=1)]
-        self._generations.append([[len(one), one.sum().item(), one.square().sum().item()] for one in columns])
+        """Take in a generation; what stands in the place of a failure is left out."""
+        seen = {}
+        for number, name in enumerate(self._names):
+            column = torch.cat([one.rewards[: 0 if name in one.failed else None, number] for one in scored]).double()
+            applied = column[~column.isnan()]
+            seen[name] = (float(len(applied)), applied.sum().item(), applied.square().sum().item())
+        self._generations.append(seen)
 
     def recent(self) -> dict[str, RecentRewards]:
         """Give what there is to tell; functions that applied to nothing are left out."""
         told = {}
-        for number, name in enumerate(self._names):
-            count, total, squares = (
-                sum(generation[number][place] for generation in self._generations) for place in range(3)
-            )
+        for name in self._names:
+            seen = [generation[name] for generation in self._generations if name in generation]
+            count, total, squares = (sum(column) for column in zip((0.0, 0.0, 0.0), *seen, strict=True))
             if count:
                 mean = total / count
-                told[name] = RecentRewards(
-                    mean=mean, std=math.sqrt(max(squares / count - mean**2, 0.0)), count=round(count)
-                )
+                deviation = math.sqrt(max(squares / count - mean**2, 0.0))
+                told[name] = RecentRewards(mean=mean, std=deviation, count=round(count))
         return told
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is remembered, as JSON."""
-        return {"generations": list(self._generations)}
+        return {"generations": [{name: list(seen) for name, seen in one.items()} for one in self._generations]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
-        self._generations = deque(state["generations"], maxlen=GENERATIONS)
+        """Restore it. Functions that the run no longer has are never asked for."""
+        generations = [{name: tuple(seen) for name, seen in one.items()} for one in state["generations"]]
+        self._generations = deque(generations, maxlen=GENERATIONS)

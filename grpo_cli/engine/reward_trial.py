@@ -1,5 +1,6 @@
 """The rewards of a recipe, tried on completions that are there already: no model is loaded."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +21,6 @@ from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.recipe.suggest import did_you_mean
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.scoring.trainer_state import TrainerState
@@ -69,7 +69,7 @@ class RewardTrial:
 
 
 def saved_completions(path: Path) -> list[SavedCompletion]:
-    """Read a completion file of a run: `completions/train-000010.parquet`, or one of an evaluation.
+    """Read a completion file that a run wrote in training, such as `completions/train-000010.parquet`.
 
     Raises:
         DataError: If it is none.
@@ -87,6 +87,8 @@ def saved_completions(path: Path) -> list[SavedCompletion]:
             f"{path}: there is no column `{missing[0]}`; allowed: a completion file of a run, with {', '.join(_SAVED)}",
             hint=did_you_mean(missing[0], table.column_names),
         )
+    if not len(table):
+        raise DataError(f"{path}: there are no completions in it")
     return [
         SavedCompletion(
             row=int(one["prompt_uid"].rpartition(":")[2]),
@@ -110,9 +112,11 @@ def score_completions(loaded: LoadedRecipe, completions: Sequence[SavedCompletio
         DataError: If a completion's prompt is not one of the recipe's dataset.
         RewardError: If a reward cannot be loaded, or needs what is not there.
     """
-    recipe, loop = loaded.recipe, EventLoop()
-    rewards = load_rewards(recipe.rewards, folder=loaded.folder, device=_device(), loop=loop)
-    scorer = RewardScorer(rewards, on_error="drop", loop=loop)
+    recipe = loaded.recipe
+    rewards = load_rewards(
+        recipe.rewards, folder=loaded.folder, device=_device(), trust_remote_code=recipe.model.trust_remote_code
+    )
+    scorer = RewardScorer(rewards, on_error="value", error_value=math.nan)
     try:
         rows = load_rows(recipe.dataset, folder=loaded.folder)
         if not isinstance(rows, Dataset):
@@ -168,7 +172,7 @@ def _prompt(builder: PromptBuilder, columns: Mapping[str, Any], row: int, then: 
     if then is not None and then != prompt.text:
         raise DataError(
             f"dataset: the prompt of row {row} is not the one that was completed",
-            hint="take the recipe of that run",
+            hint="take the recipe of that run, and a file of its training: the rows of an evaluation are those of another dataset",
         )
     return prompt
 

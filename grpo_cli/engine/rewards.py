@@ -5,7 +5,6 @@ from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
 from grpo_cli.metrics import Metrics, Sum
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import RewardsSection
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 
@@ -25,11 +24,8 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
     scorer = None
     if processes.is_main:
         trusts = loaded.recipe.model.trust_remote_code
-        loop = EventLoop()
-        rewards = load_rewards(
-            section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts, loop=loop
-        )
-        scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value, loop=loop)
+        rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
+        scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
     return scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes)
 
 

@@ -99,18 +99,18 @@ class SharedScorer:
         tensors, told = unpacked(self._processes.from_main(None))
         return Scores(
             groups=tuple(
-                ScoredGroup(group=group, rewards=rewards, extras={}, dropped=dropped)
-                for group, rewards, dropped in zip(
+                ScoredGroup(group=group, rewards=rewards, extras={}, dropped=dropped, failed=tuple(failed))
+                for group, rewards, dropped, failed in zip(
                     groups,
                     torch.split(tensors["rewards"], [len(group.completions) for group in groups]),
                     told["dropped"],
+                    told["failed"],
                     strict=True,
                 )
             ),
             metrics=from_plain(told["metrics"]),
             logged=frozenset(told["logged"]),
             problems=tuple(told["problems"]),
-            failed_prompts=told["failed_prompts"],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +134,6 @@ def _message(scores: Scores) -> bytes:
         "metrics": to_plain(scores.metrics),
         "logged": sorted(scores.logged),
         "problems": list(scores.problems),
-        "failed_prompts": scores.failed_prompts,
+        "failed": [list(one.failed) for one in scores.groups],
     }
     return packed({"rewards": torch.cat([one.rewards for one in scores.groups])}, told)

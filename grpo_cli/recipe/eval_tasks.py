@@ -92,7 +92,7 @@ def possible_metrics(recipe: Recipe) -> list[str]:
 def _metrics_of(task: EvalTask) -> Iterator[str]:
     yield from ("reward", "reward_std", "frac_reward_zero_std", "rewards/dropped_prompts", "rewards/failed_prompts")
     for name in map(reward_name, task.rewards.reward_funcs):
-        yield from (f"reward/{name}/{kind}" for kind in ("mean", "std", "failed_calls", "repeated_calls"))
+        yield from (f"reward/{name}/{kind}" for kind in ("mean", "std", "failed_prompts", "repeated_calls"))
         yield from (f"time/reward/{name}{kind}" for kind in ("", "/mean", "/max"))
     yield from (f"completions/{name}" for name in (*_LENGTHS, "clipped_ratio"))
     count = task.settings.num_generations

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_cli.errors import RewardError
 from grpo_cli.scoring.contract import call_arguments, checked_rewards
 from grpo_cli.scoring.event_loop import EventLoop
-from grpo_cli.scoring.isolation.failures import LostCallError, ReportedError
+from grpo_cli.scoring.isolation.failures import LostCallError, ReportedError, TimedOutError, one_line
 from grpo_cli.scoring.isolation.reply import Answer
 from grpo_cli.scoring.journal import Journal
 from grpo_cli.scoring.reward import Reward
@@ -45,7 +45,8 @@ class Call:
         reward: What to call.
         groups: On which completions.
         trainer_state: For the function.
-        loop: Where coroutines run.
+        loop: Where coroutines run, but those of a reward with a loop of its own.
+        repeats: Whether the call is made again if it fails, as the reward's limits say.
 
     Attributes:
         groups: See above.
@@ -56,7 +57,15 @@ class Call:
         RewardError: If the function needs an argument that is not there.
     """
 
-    def __init__(self, reward: Reward, groups: Sequence[Group], trainer_state: TrainerState, loop: EventLoop) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        groups: Sequence[Group],
+        trainer_state: TrainerState,
+        loop: EventLoop,
+        *,
+        repeats: bool = True,
+    ) -> None:
         self.groups = groups
         self.seconds = 0.0
         self.attempts = 0
@@ -64,10 +73,13 @@ class Call:
         self._trainer_state = trainer_state
         self._journal = Journal(0)
         self._result: Future[Any] = Future()
-        stop, retry = stop_after_attempt(reward.limits.retries + 1), retry_if_exception_type((Exception, SystemExit))
+        stop, retry = (
+            stop_after_attempt(reward.limits.retries + 1 if repeats else 1),
+            retry_if_exception_type((Exception, SystemExit)),
+        )
         self._arguments()  # what is missing is told at once
         if reward.is_async:
-            self._result = loop.submit(
+            self._result = (reward.loop or loop).submit(
                 AsyncRetrying(stop=stop, wait=_PAUSE, retry=retry, reraise=True)(self._attempt_async)
             )
         else:
@@ -135,7 +147,7 @@ class Call:
             except TimeoutError as error:
                 if not limit.expired():  # the function's own
                     raise
-                raise LostCallError(f"took longer than {self._reward.limits.timeout:g} s and was cancelled") from error
+                raise TimedOutError(f"took longer than {self._reward.limits.timeout:g} s and was cancelled") from error
             except SystemExit as error:  # it would end the event loop, and with it the rewards that are still running
                 raise RuntimeError(f"sys.exit({error.code!r})") from error
             finally:
@@ -157,7 +169,7 @@ def raised(name: str, error: BaseException, where: str = "") -> RewardError:
     if isinstance(error, LostCallError):
         hint = "its limits are `timeout` and `memory_limit` beside its `path`; `rewards.on_error: drop` leaves such prompts out of the step"
         return RewardError(f"reward function {name!r} {error}{where}", hint=hint)
-    text = " ".join(str(error).split())
+    text = one_line(str(error))
     detail = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return RewardError(
         f"reward function {name!r} raised {text if isinstance(error, ReportedError) else detail}{where}",

@@ -19,6 +19,9 @@ from grpo_cli.scoring.reward_model import load_reward_model
 DEFAULT_TIMEOUT = 300.0
 """Seconds for a call of an isolated function."""
 
+DEFAULT_MEMORY = 8.0
+"""GiB of a process of one."""
+
 
 def load_rewards(
     section: RewardsSection,
@@ -26,7 +29,6 @@ def load_rewards(
     folder: Path,
     device: torch.device | str,
     trust_remote_code: bool = False,
-    loop: EventLoop | None = None,
 ) -> tuple[Reward, ...]:
     """Import the functions, construct the classes and load the models that a recipe names as rewards.
 
@@ -35,12 +37,12 @@ def load_rewards(
         folder: The recipe's folder, which dotted paths and relative model paths start from.
         device: Where reward models run.
         trust_remote_code: Whether a hub reward model may bring its own code.
-        loop: Where isolated functions are waited for: that of the `RewardScorer` that calls them. It is needed if there are such.
 
     Raises:
         RewardError: If one cannot be called or constructed with the recipe's parameters.
         ModelError: If a reward model does not load.
     """
+    loop = EventLoop()
     loaded: list[Reward] = []
     try:
         for entry in section.reward_funcs:
@@ -49,9 +51,8 @@ def load_rewards(
             else:
                 loaded.append(_load_model(entry, folder=folder, device=device, trust_remote_code=trust_remote_code))
     except BaseException:
-        if loop is not None:
-            end_processes(loaded, loop)
-            loop.close()
+        end_processes(loaded)
+        loop.close()
         raise
     return tuple(loaded)
 
@@ -71,16 +72,17 @@ def _load_model(entry: RewardFunction, *, folder: Path, device: torch.device | s
     return make_reward(name, model, limits=_limits(entry))
 
 
-def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop | None) -> Reward:
+def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop) -> Reward:
     if entry.path is None:
         raise RewardError("rewards.reward_funcs: a reward has either `path` or `model`")
     # One that has to be isolated is not even imported here.
     target = None if entry.isolated else resolve(entry.path, folder)
     name = entry.name or default_name(target, entry.path)
     if target is None or _needs_isolation(entry, name, target):
-        assert loop is not None, "an isolated function is waited for in the loop of its scorer"
         source = Source(name=name, path=entry.path, folder=str(folder.resolve()), parameters=dict(entry.parameters))
-        limits = WorkerLimits(seconds=entry.timeout or DEFAULT_TIMEOUT, memory_bytes=entry.memory_limit * 2**30)
+        limits = WorkerLimits(
+            seconds=entry.timeout or DEFAULT_TIMEOUT, memory_bytes=(entry.memory_limit or DEFAULT_MEMORY) * 2**30
+        )
         return isolated(source, worker=limits, limits=_limits(entry, timeout=None), loop=loop)
     return make_reward(
         name, with_parameters(name, target, entry.parameters), limits=_limits(entry, timeout=entry.timeout)
@@ -93,18 +95,21 @@ def _needs_isolation(entry: RewardFunction, name: str, target: Any) -> bool:
     Raises:
         RewardError: If it must not, but what else the recipe says needs it.
     """
-    needing = [
-        key for key, needs in (("timeout", entry.timeout is not None), ("concurrency", entry.concurrency > 1)) if needs
-    ]
     called = target.__call__ if isinstance(target, type) else target
-    plain = bool(needing) and not is_async(called)
-    if plain and entry.isolated is False:
+    wanted = {
+        "timeout": entry.timeout is not None,
+        "concurrency": entry.concurrency > 1,
+        "calls_per_minute": entry.calls_per_minute is not None,
+    }
+    needing = [key for key, is_wanted in wanted.items() if is_wanted and not is_async(called)]
+    if needing and entry.isolated is False:
         raise RewardError(
             f"reward {name!r}: `{needing[0]}` has no hold on a plain function in the trainer's process; allowed with an `async def` or "
             "in a process of its own",
             hint="leave `isolated: false` out",
         )
-    return entry.isolated is None and (plain or bool(getattr(target, "isolated", False)))
+    says_so = bool(getattr(target, "isolated", False))
+    return entry.isolated is None and (bool(needing) or entry.memory_limit is not None or says_so)
 
 
 def _limits(entry: RewardFunction, *, timeout: float | None = None) -> CallLimits:

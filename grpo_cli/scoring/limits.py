@@ -28,17 +28,32 @@ class CallLimits:
 
 
 class Throttle:
-    """Lets calls begin as limits allow. Used in one event loop."""
+    """Lets calls begin as limits allow.
+
+    Args:
+        limits: Of the reward.
+    """
 
     def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._free = asyncio.Semaphore(limits.concurrency)
-        rate = limits.calls_per_minute
-        self._rate = None if rate is None else AsyncLimiter(1, 60 / rate)
+        self._rate: AsyncLimiter | None = None
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
         """Wait for a turn; what is inside is the call."""
+        self._be_in(asyncio.get_running_loop())
         async with self._free:
             if self._rate is not None:
                 await self._rate.acquire()
             yield
+
+    def _be_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin anew in another loop: the former one was closed."""
+        if loop is self._loop:
+            return
+        self._loop = loop
+        self._free = asyncio.Semaphore(self._limits.concurrency)
+        rate = self._limits.calls_per_minute
+        self._rate = None if rate is None else AsyncLimiter(1, 60 / rate)

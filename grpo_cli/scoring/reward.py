@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.suggest import did_you_mean
+from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.limits import CallLimits, Throttle
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -28,6 +29,7 @@ class Reward:
         limits: How calls are made.
         throttle: Lets those begin that are waited for.
         description: What it says of itself at the start, one line.
+        loop: Where it is waited for; None: where all `async def` functions are.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Reward:
     limits: CallLimits
     throttle: Throttle
     description: str | None = None
+    loop: EventLoop | None = None
 
     @property
     def source(self) -> Any:
@@ -142,7 +145,9 @@ def description_of(source: Any) -> str | None:
 
 def has_state(source: Any) -> bool:
     """Tell whether an object behind a reward has a state that belongs into a checkpoint."""
-    return not isinstance(source, type) and hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    methods = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    # Weights of a module are not JSON, and do not change here.
+    return methods and not isinstance(source, type) and not hasattr(source, "named_parameters")
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -5,17 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
 from grpo_cli.errors import CheckpointError, RewardError
-from grpo_cli.metrics import Metrics, merge
+from grpo_cli.metrics import Metrics, Sum, merge
 from grpo_cli.recipe.schema.rewards import RESERVED_COLUMNS, REWARD_ARGUMENTS
 from grpo_cli.scoring.call import Call
 from grpo_cli.scoring.early import EarlyCalls
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.isolation.function import end_processes
 from grpo_cli.scoring.reward import Reward, has_state
-from grpo_cli.scoring.table import Column, lenient_column, put_together, strict_column
+from grpo_cli.scoring.table import Column, Table, lenient_column, put_together, strict_column
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Group, ScoredGroup
 
@@ -29,14 +27,17 @@ class Scores:
         metrics: What the functions logged with `log_metric`, and what their calls took.
         logged: The names of those metrics that functions logged.
         problems: One line per prompt on which a function failed, and per function that had to be called again.
-        failed_prompts: How many prompts a function failed on.
     """
 
     groups: tuple[ScoredGroup, ...]
     metrics: Metrics
     logged: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
-    failed_prompts: int = 0
+
+    @property
+    def failed_prompts(self) -> int:
+        """How many prompts a function failed on."""
+        return sum(bool(one.failed) for one in self.groups)
 
 
 class RewardScorer:
@@ -47,7 +48,6 @@ class RewardScorer:
         on_error: `stop` raises at the first function that breaks its contract. `drop` drops the prompts on which one does, `value` gives
             them a reward; a function that fails on several prompts together is called again prompt by prompt for that.
         error_value: That reward.
-        loop: Where the functions that are waited for run, if isolated ones among them were loaded in one already.
 
     Attributes:
         names: The rewards' names, in the order of the columns.
@@ -63,7 +63,6 @@ class RewardScorer:
         *,
         on_error: Literal["stop", "drop", "value"] = "stop",
         error_value: float | None = None,
-        loop: EventLoop | None = None,
     ) -> None:
         self.names: tuple[str, ...] = tuple(reward.name for reward in rewards)
         if not self.names:
@@ -77,7 +76,7 @@ class RewardScorer:
         self._rewards = tuple(rewards)
         self._collect = strict_column if on_error == "stop" else lenient_column
         self._error_value = error_value if on_error == "value" else None
-        self._loop = loop or EventLoop()
+        self._loop = EventLoop()
         self._early = EarlyCalls(self._loop)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -96,7 +95,8 @@ class RewardScorer:
         A later `score` of the same completions waits for these calls instead of making them.
         """
         for reward in self._rewards:
-            if reward.limits.per_prompt and reward.is_async:
+            # What has a state depends on the order of its calls, which is that of the prompts and not that in which they are complete.
+            if reward.limits.per_prompt and reward.is_async and not has_state(reward.source):
                 self._early.start(reward, group, trainer_state)
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
@@ -112,10 +112,9 @@ class RewardScorer:
         table = put_together(columns, groups, error_value=self._error_value)
         return Scores(
             groups=table.groups,
-            metrics=merge(column.metrics for column in columns),
+            metrics=merge([*(column.metrics for column in columns), _failures(table)]),
             logged=frozenset().union(*(column.logged for column in columns)),
             problems=table.problems,
-            failed_prompts=table.failed_prompts,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,9 +149,9 @@ class RewardScorer:
 
     def close(self) -> None:
         """End the event loop and the processes of isolated functions; the next call starts new ones."""
-        self._loop.cancel()
-        end_processes(self._rewards, self._loop)
-        self._loop.close()
+        end_processes(self._rewards)
+        for loop in self._loops():
+            loop.close()
 
     def _columns(self, groups: Sequence[Group], trainer_state: TrainerState) -> list[Column]:
         """Start the coroutines, run the plain functions meanwhile, then collect."""
@@ -166,15 +165,20 @@ class RewardScorer:
             return [self._collect(reward, calls[reward.name], trainer_state, self._loop) for reward in self._rewards]
         finally:
             self._early.clear()
-            self._loop.cancel()  # what nobody waits for any more
+            for loop in self._loops():
+                loop.cancel()  # what nobody waits for any more
+
+    def _loops(self) -> list[EventLoop]:
+        return list(dict.fromkeys([self._loop, *(reward.loop for reward in self._rewards if reward.loop is not None)]))
 
     def _stateful(self) -> dict[str, Any]:
-        """Give the objects whose state belongs into a checkpoint. Weights of a module are not JSON and do not change here."""
-        return {
-            reward.name: reward.source
-            for reward in self._rewards
-            if has_state(reward.source) and not isinstance(reward.source, nn.Module)
-        }
+        """Give the objects whose state belongs into a checkpoint."""
+        return {reward.name: reward.source for reward in self._rewards if has_state(reward.source)}
+
+
+def _failures(table: Table) -> Metrics:
+    """Count the prompts that each function failed on, if there are any."""
+    return merge({f"reward/{name}/failed_prompts": Sum(1)} for one in table.groups for name in one.failed)
 
 
 def _json_copy(state: Any) -> Any:

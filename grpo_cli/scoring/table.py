@@ -13,10 +13,13 @@ from grpo_cli.metrics import Max, Mean, Metrics, MetricValue, Sum, merge
 from grpo_cli.scoring.call import Call, Outcome, raised
 from grpo_cli.scoring.contract import check_metric_names
 from grpo_cli.scoring.event_loop import EventLoop
-from grpo_cli.scoring.isolation.failures import LostCallError
+from grpo_cli.scoring.isolation.failures import LostCallError, TimedOutError
 from grpo_cli.scoring.reward import Reward
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import Group, ScoredGroup
+
+MOST_TIMEOUTS = 3
+"""Calls of single groups that may take too long one after another; then the others are not tried any more."""
 
 Extras = dict[str, tuple[Any, ...]]
 
@@ -87,20 +90,27 @@ def _again(reward: Reward, call: Call, failure: RewardError, trainer_state: Trai
     if len(call.groups) == 1:
         return _lost(call, failure)
     column = replace(_lost(call, failure), rewards=[], extras=[], failure=failure.message)
-    for again in [Call(reward, [group], trainer_state, loop) for group in call.groups]:
+    timeouts = 0
+    for index, group in enumerate(call.groups):
+        again = Call(reward, [group], trainer_state, loop, repeats=False)
         try:
             outcome = again.outcome()
         except RewardError as error:
             part = _lost(again, error)
+            timeouts = timeouts + 1 if isinstance(error.__cause__, TimedOutError) else 0
         else:
             part = _column(reward.name, [(again, outcome)])
+            timeouts = 0
         column = _joined(column, part)
+        if timeouts == MOST_TIMEOUTS:
+            rest = len(call.groups) - index - 1
+            return replace(column, rewards=[*column.rewards, *[failure] * rest], extras=[*column.extras, *[{}] * rest])
     return column
 
 
 def _lost(call: Call, failure: RewardError) -> Column:
     """Give the group of a call that failed its error."""
-    return Column(name=call.name, rewards=[failure], extras=[{}], metrics=_call_metrics(call.name, call, failed=True))
+    return Column(name=call.name, rewards=[failure], extras=[{}], metrics=_call_metrics(call.name, call))
 
 
 def _joined(column: Column, other: Column) -> Column:
@@ -123,12 +133,10 @@ class Table:
         groups: The scored groups.
         problems: One line for each prompt on which a function failed, or for a function that failed on several together and on none
             alone.
-        failed_prompts: How many prompts a function failed on.
     """
 
     groups: tuple[ScoredGroup, ...]
     problems: tuple[str, ...]
-    failed_prompts: int
 
 
 def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_value: float | None) -> Table:
@@ -142,7 +150,6 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
     names = _extra_names(columns)
     scored: list[ScoredGroup] = []
     problems: list[str] = []
-    failed_prompts = 0
     for index, group in enumerate(groups):
         size = len(group.completions)
         rewards = [column.rewards[index] for column in columns]
@@ -150,7 +157,9 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         dropped = bool(errors) and error_value is None
         consequence = "is left out" if error_value is None else f"gets {error_value:g}"
         problems += [f"prompt {group.prompt.uid} {consequence}: {error.message}" for error in errors[:1]]
-        failed_prompts += bool(errors)
+        failed = tuple(
+            column.name for column, reward in zip(columns, rewards, strict=True) if isinstance(reward, RewardError)
+        )
         scored.append(
             ScoredGroup(
                 group=group,
@@ -162,6 +171,7 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
                     for shown, (owner, name) in names.items()
                 },
                 dropped=dropped,
+                failed=failed,
             )
         )
     problems += [
@@ -169,7 +179,7 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         for column in columns
         if column.failure is not None and not any(isinstance(rewards, RewardError) for rewards in column.rewards)
     ]
-    return Table(groups=tuple(scored), problems=tuple(problems), failed_prompts=failed_prompts)
+    return Table(groups=tuple(scored), problems=tuple(problems))
 
 
 def _side_by_side(rewards: Iterable[Tensor | RewardError], size: int, error_value: float | None) -> Tensor:
@@ -212,13 +222,11 @@ def _column(name: str, finished: Sequence[tuple[Call, Outcome]]) -> Column:
     )
 
 
-def _call_metrics(name: str, call: Call, *, failed: bool = False) -> Metrics:
+def _call_metrics(name: str, call: Call) -> Metrics:
     """Tell what a call took. What did not happen is not told."""
     metrics: dict[str, MetricValue] = {f"time/reward/{name}": Sum(call.seconds)}
     if call.attempts > 1:
         metrics[f"reward/{name}/repeated_calls"] = Sum(call.attempts - 1)
-    if failed:
-        metrics[f"reward/{name}/failed_calls"] = Sum(1)
     if call.per_prompt:
         metrics[f"time/reward/{name}/mean"] = Mean(call.seconds, 1)
         metrics[f"time/reward/{name}/max"] = Max(call.seconds)
@@ -238,7 +246,7 @@ def _first_failing_row(
         for completion in group.completions:
             row = replace(group, completions=(completion,))
             try:
-                Call(reward, [row], trainer_state, loop).outcome()
+                Call(reward, [row], trainer_state, loop, repeats=False).outcome()
             except RewardError as error:
                 cause = error.__cause__
                 if cause is None:

@@ -35,7 +35,7 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("frac_reward_zero_std", "share", "mean over groups", "Groups whose completions all got the same reward: they teach nothing."),
     MetricName("reward/{name}/mean", "reward", "mean over completions", "One reward function, unweighted, where it applied."),
     MetricName("reward/{name}/std", "reward", "over completions", "Standard deviation of one reward function, where it applied."),
-    MetricName("reward/{name}/failed_calls", "calls", "sum", "Calls of one reward function that failed, after `retries`; one for several prompts is made again for each. Missing in steps without one, as is the next."),
+    MetricName("reward/{name}/failed_prompts", "prompts", "sum", "Prompts that one reward function failed on. Missing in steps without one, as is the next."),
     MetricName("reward/{name}/repeated_calls", "calls", "sum", "Calls that were made again because of `retries`."),
     MetricName("rewards/failed_prompts", "prompts", "sum", "Prompts that a reward function failed on (`rewards.on_error: drop` or `value`)."),
     MetricName("rewards/dropped_prompts", "prompts", "sum", "Prompts left out because a reward function failed (`rewards.on_error: drop`)."),

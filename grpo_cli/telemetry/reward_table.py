@@ -47,7 +47,10 @@ def _completions(scored: Sequence[ScoredGroup], names: Sequence[str], weights: S
             table.add_row(
                 Text(f"row {one.group.prompt.uid.rpartition(':')[2]}" if completion.index == 0 else ""),
                 Text(head_and_tail(visible(completion.text), _CHARACTERS)),
-                *("failed" if one.dropped else short(reward + 0.0) for reward in rewards),
+                *(
+                    "failed" if name in one.failed else short(reward + 0.0)
+                    for name, reward in zip(names, rewards, strict=True)
+                ),
                 short(math.fsum(applied) if applied else math.nan),
             )
     return table
@@ -61,9 +64,8 @@ def _functions(
     for title in ("weight", "mean", "std", "min", "max", "null", "time", "failed"):
         table.add_column(title, justify="right", no_wrap=True)
     for number, name in enumerate(names):
-        column = [rewards[number] for one in scored if not one.dropped for rewards in one.rewards.tolist()]
+        column = [rewards[number] for one in scored if name not in one.failed for rewards in one.rewards.tolist()]
         values = [value + 0.0 for value in column if not math.isnan(value)]  # no minus before a 0
-        failed = metrics.get(f"reward/{name}/failed_calls")
         table.add_row(
             Text(visible(name)),
             short(weights[number]),
@@ -73,6 +75,6 @@ def _functions(
             short(max(values, default=math.nan)),
             str(len(column) - len(values)),
             duration(metrics[f"time/reward/{name}"].result()),
-            short(failed.result() if failed else 0),
+            str(sum(name in one.failed for one in scored)),
         )
     return table

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from rewards.code import PassedTests
@@ -63,9 +62,8 @@ def test_a_header_says_what_it_needs_how_to_run_it_and_what_to_expect(path: Path
 @each_recipe
 def test_rewards_take_the_parameters_and_columns_that_the_recipe_gives_them(path: Path) -> None:
     loaded = load_recipe(path)
-    loop = EventLoop()
-    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu", loop=loop)
-    scorer = RewardScorer(rewards, loop=loop)
+    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu")
+    scorer = RewardScorer(rewards)
     columns = bundled_rows(loaded)[0] if is_bundled(loaded) else loaded.recipe.dataset.columns
     scorer.check_columns(columns)
     scorer.close()

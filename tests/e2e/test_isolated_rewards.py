@@ -66,7 +66,7 @@ def test_a_function_that_ends_its_process_costs_its_prompts_and_not_the_run(
     # 12 rows, each drawn once in 3 steps of 4; a third of them is deadly.
     assert sum(step["rewards/failed_prompts"] for step in told) == 4
     assert sum(step["rewards/dropped_prompts"] for step in told) == 4
-    assert sum(step.get("reward/deadly/failed_calls", 0) for step in told) == 4
+    assert sum(step.get("reward/deadly/failed_prompts", 0) for step in told) == 4
     assert psutil.Process().children() == []
 
 

@@ -99,6 +99,53 @@ def leaves_children(completions: list[str], folder: str) -> list[float]:
     return _scores(completions, leave)
 
 
+def leaves_and_exits(completions: list[str], folder: str) -> list[float]:
+    """A child in a session of its own, and then its own end."""
+
+    def leave() -> None:
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(folder, "pids").write_text(str(child.pid))
+        os._exit(4)
+
+    return _scores(completions, leave)
+
+
+def leaves_orphans(completions: list[str]) -> list[float]:
+    """Many processes that end at once, and that nobody waits for."""
+    for _ in range(64 + 8 * (os.cpu_count() or 1) + 20):
+        subprocess.run(["sh", "-c", "true &"], check=True)
+    return [float(len(text)) for text in completions]
+
+
+HELD: list[Any] = []
+
+
+def leaks(completions: list[str]) -> list[float]:
+    """A little each time."""
+    HELD.append(np.ones(2**22))  # 32 MiB
+    return [float(os.getpid())] * len(completions)
+
+
+def shouts(completions: list[str]) -> list[float]:
+    raise ValueError("\x1b[2J" + "loud " * 10**6)
+
+
+class Weights(list[Any]):
+    """Has a state that is no JSON, as a module of torch has."""
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def named_parameters(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": np.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
 def tells(completions: list[str], truth: list[int], log_extra: Any, log_metric: Any, **_: Any) -> Any:
     log_extra("answer", [text.upper() for text in completions])
     log_extra("odd", [np.float32(0.5)] * len(completions))

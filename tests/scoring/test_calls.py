@@ -165,6 +165,42 @@ def test_a_group_is_scored_while_others_are_not_complete() -> None:
     assert sorted(text for text in seen if text.startswith("a")) == ["a", "aa", "aaa"]
 
 
+class Ordered:
+    """Rewards the order of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, completions: list[str]) -> list[float]:
+        self.calls += 1
+        return [float(self.calls)] * len(completions)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_has_a_state_is_called_in_the_order_of_the_prompts() -> None:
+    running = scorer(Ordered(), per_prompt=True)
+    for early in (GROUPS[2], GROUPS[0]):
+        running.start(early, STATE)
+    scores = running.score(GROUPS[:3], STATE)
+    running.close()
+    assert [one.rewards[0].item() for one in scores.groups] == [1, 2, 3]
+
+
+def test_calls_can_be_made_after_a_close() -> None:
+    running = scorer(Crowd(together=2), on_error="stop", per_prompt=True, concurrency=2)
+    running.score(GROUPS[:4], STATE)
+    running.close()
+    running = RewardScorer(running._rewards)
+    scores = running.score(GROUPS[:4], STATE)
+    running.close()
+    assert [one.rewards[0].item() for one in scores.groups] == [1, 2, 3, 4]
+
+
 def test_nothing_begins_early_that_wants_all_completions_or_the_trainers_thread() -> None:
     calls: list[int] = []
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from scoring.scoring_groups import STATE, group
 from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Mean
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.isolation.worker import MOST_PROCESSES
 from grpo_cli.scoring.runtime import RewardScorer
@@ -39,11 +39,10 @@ def opened() -> Iterator[Open]:
     scorers: list[RewardScorer] = []
 
     def make(name: str, *, on_error: Any = "drop", error_value: float | None = None, **keys: Any) -> RewardScorer:
-        loop = EventLoop()
         entry = RewardFunction(path=f"misbehaving.{name}", **{"isolated": True, **keys})
         section = RewardsSection(reward_funcs=[entry], on_error=on_error, error_value=error_value)
-        rewards = load_rewards(section, folder=HERE, device="cpu", loop=loop)
-        scorers.append(RewardScorer(rewards, on_error=on_error, error_value=error_value, loop=loop))
+        rewards = load_rewards(section, folder=HERE, device="cpu")
+        scorers.append(RewardScorer(rewards, on_error=on_error, error_value=error_value))
         return scorers[-1]
 
     yield make
@@ -75,8 +74,7 @@ def test_what_a_function_does_costs_its_own_batch_and_not_the_run(
     assert [one.rewards.tolist() for one in scores.groups[:2]] == LENGTHS
     assert scores.problems == (f"prompt 0:2 is left out: reward function {name!r} {message}",)
     assert scores.failed_prompts == 1
-    failed = scores.metrics[f"reward/{name}/failed_calls"].result()
-    assert failed == (1 if per_prompt else 2)  # all prompts together, and then this one alone
+    assert scores.metrics[f"reward/{name}/failed_prompts"].result() == 1
     assert [one.rewards.tolist() for one in scorer.score(GOOD, STATE).groups] == LENGTHS
 
 
@@ -95,6 +93,50 @@ def test_everything_that_a_function_has_started_ends_with_it(opened: Open, tmp_p
     assert len(pids) == 2
     gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert all(one.status() == psutil.STATUS_ZOMBIE for one in gone)
+
+
+def test_what_a_function_has_started_ends_with_it_if_it_ends_itself(opened: Open, tmp_path: Path) -> None:
+    scorer = opened("leaves_and_exits", parameters={"folder": str(tmp_path)})
+    assert "ended its process with exit code 4" in scorer.score([BAD], STATE).problems[0]
+    pid = int((tmp_path / "pids").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_processes_that_have_ended_are_not_counted(opened: Open) -> None:
+    scorer = opened("leaves_orphans")
+    for _ in range(2):
+        assert [one.rewards.tolist() for one in scorer.score(GOOD, STATE).groups] == LENGTHS
+
+
+def test_a_process_that_takes_a_little_more_with_every_call_is_replaced(opened: Open) -> None:
+    scorer = opened("leaks", memory_limit=0.5)
+    processes: list[float] = []
+    deadline = time.monotonic() + 60
+    while len(set(processes)) < 2 and time.monotonic() < deadline:
+        processes.append(scorer.score(GOOD, STATE).groups[0].rewards[0].item())
+        time.sleep(0.1)
+    assert len(set(processes)) == 2
+    assert len(processes) < 40
+
+
+def test_a_function_that_never_answers_is_not_waited_for_once_for_each_prompt(opened: Open) -> None:
+    """Once for all, then for three prompts; the other twenty are given up."""
+    scorer = opened("sleeps", timeout=0.5)
+    scores = scorer.score([group(number, "p", ["bad"]) for number in range(23)], STATE)
+    assert all(one.dropped for one in scores.groups)
+    assert scores.metrics["time/reward/sleeps"].result() < 10 * 0.5
+
+
+def test_what_a_function_raises_is_one_line_of_bounded_length(opened: Open) -> None:
+    (problem,) = opened("shouts").score(GOOD[:1], STATE).problems
+    assert problem.startswith("prompt 0:0 is left out: reward function 'shouts' raised ValueError: [2Jloud loud")
+    assert len(problem) < 600
+
+
+def test_weights_are_no_state(opened: Open) -> None:
+    scorer = opened("Weights")
+    assert scorer.score(GOOD, STATE).groups[0].rewards.tolist() == LENGTHS[0]
+    assert scorer.state_dict() == {}
 
 
 def test_a_failure_stops_the_run_if_it_is_to(opened: Open) -> None:
@@ -143,7 +185,11 @@ def test_what_a_reward_can_be(opened: Open, what: str, expected: list[list[float
             dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.UTC),
             "datetime datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.timezone.utc)",
         ),
+        (dt.time(1, 2), "time datetime.time(1, 2)"),
+        (dt.timedelta(hours=1), "timedelta datetime.timedelta(seconds=3600)"),
+        (Decimal("0.10"), "Decimal Decimal('0.10')"),
         (np.arange(3), "list [0, 1, 2]"),
+        (Image.new("CMYK", (4, 2)), "PngImageFile <PIL.PngImagePlugin.PngImageFile image mode=RGB size=4x2"),
         ({"a": [1, None, {"b": "c"}]}, "dict {'a': [1, None, {'b': 'c'}]}"),
         (Image.new("RGB", (4, 2)), "PngImageFile <PIL.PngImagePlugin.PngImageFile image mode=RGB size=4x2"),
         (object(), "object cannot be sent to another process; an isolated function can be given numbers, texts"),
@@ -210,8 +256,11 @@ def test_a_function_that_says_so_is_isolated_and_one_with_a_timeout(opened: Open
     opened("Counter", isolated=None)
     opened("exits", isolated=None, timeout=3)
     assert len(psutil.Process().children()) == 2
+    opened("exits", isolated=None, memory_limit=4)
+    opened("exits", isolated=None, calls_per_minute=60)
+    assert len(psutil.Process().children()) == 4
     opened("exits", isolated=None)
-    assert len(psutil.Process().children()) == 2
+    assert len(psutil.Process().children()) == 4
 
 
 def test_a_timeout_for_a_plain_function_in_the_trainers_process_is_refused(opened: Open) -> None:
@@ -236,13 +285,11 @@ import sys
 sys.path.insert(0, {str(HERE.parent)!r})
 from scoring.test_isolation import BAD, HERE, STATE
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
-from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.isolation.worker import MOST_PROCESSES
 from grpo_cli.scoring.runtime import RewardScorer
-loop = EventLoop()
 section = RewardsSection(reward_funcs=[RewardFunction(path="misbehaving.sleeps", isolated=True)])
-RewardScorer(load_rewards(section, folder=HERE, device="cpu", loop=loop), loop=loop).score([BAD], STATE)
+RewardScorer(load_rewards(section, folder=HERE, device="cpu")).score([BAD], STATE)
 """
     trainer = subprocess.Popen([sys.executable, "-c", program])
     own = psutil.Process(trainer.pid)

@@ -38,15 +38,18 @@ class RewardFunction:
     isolated: bool | None = option(
         None,
         help="Call it in processes of its own, which are ended and replaced when they hang, crash or take too much memory. Left out: "
-        "if the function says so (`isolated = True`), or if it is no `async def` and has a `timeout` or a `concurrency` above 1.",
+        "if the function says so (`isolated = True`), if it has a `memory_limit`, or if it is no `async def` and has a `timeout`, "
+        "`calls_per_minute`, or a `concurrency` above 1.",
     )
     timeout: float | None = option(
         None,
         above=0,
         help="Seconds for one call, after which it has failed. Left out: 300 for an isolated function, no limit otherwise.",
     )
-    memory_limit: float = option(
-        8.0, above=0, help="GiB that a process of an isolated function, with all that it starts, may take."
+    memory_limit: float | None = option(
+        None,
+        above=0,
+        help="GiB that a process of an isolated function, with all that it starts, may take; 8 if left out.",
     )
     per_prompt: bool = option(
         False,

@@ -4,13 +4,18 @@ import base64
 import datetime as dt
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Any
 
 from grpo_cli.scoring.trainer_state import RecentRewards, TrainerState
 
-_BYTES, _IMAGE, _TIME, _DATE, _STATE = (f"grpo:{kind}" for kind in ("bytes", "image", "time", "date", "trainer_state"))
+_BYTES, _IMAGE, _STATE = "grpo:bytes", "grpo:image", "grpo:trainer_state"
+_DATETIME, _DATE, _TIME, _DURATION, _DECIMAL = (
+    f"grpo:{kind}" for kind in ("datetime", "date", "time", "duration", "decimal")
+)
+_MODES_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 
 
 def written(arguments: Mapping[str, Any]) -> bytes:
@@ -23,7 +28,7 @@ def written(arguments: Mapping[str, Any]) -> bytes:
         return json.dumps(arguments, default=_marked).encode()
     except TypeError as error:
         raise TypeError(
-            f"{error}; an isolated function can be given numbers, texts, lists, mappings, bytes, dates, arrays and images"
+            f"{error}; an isolated function can be given numbers, texts, lists, mappings, bytes, times, arrays and images"
         ) from error
 
 
@@ -34,21 +39,20 @@ def read(message: bytes) -> Any:
 
 def _marked(value: Any) -> Any:
     """Write a value that JSON does not have."""
-    if isinstance(value, bytes | bytearray):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, dt.datetime):
-        return {_TIME: value.isoformat()}
-    if isinstance(value, dt.date):
-        return {_DATE: value.isoformat()}
-    if isinstance(value, TrainerState):
-        return {_STATE: asdict(value)}
     if hasattr(value, "__array__") and hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "save") and type(value).__module__.startswith("PIL."):
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return {_IMAGE: base64.b64encode(buffer.getvalue()).decode()}
+        return {_IMAGE: base64.b64encode(_png(value)).decode()}
+    for kind, mark, write in _WRITERS:
+        if isinstance(value, kind):
+            return {mark: write(value)}
     raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    (image if image.mode in _MODES_OF_PNG else image.convert("RGB")).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _unmarked(value: dict[str, Any]) -> Any:
@@ -68,10 +72,22 @@ def _image(content: str) -> Any:
     return Image.open(io.BytesIO(base64.b64decode(content)))
 
 
+_WRITERS: Sequence[tuple[type[Any], str, Callable[[Any], Any]]] = (
+    (bytes, _BYTES, lambda value: base64.b64encode(value).decode()),
+    (dt.datetime, _DATETIME, dt.datetime.isoformat),
+    (dt.date, _DATE, dt.date.isoformat),
+    (dt.time, _TIME, dt.time.isoformat),
+    (dt.timedelta, _DURATION, lambda value: value / dt.timedelta(microseconds=1)),
+    (Decimal, _DECIMAL, str),
+    (TrainerState, _STATE, asdict),
+)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     _BYTES: base64.b64decode,
-    _TIME: dt.datetime.fromisoformat,
+    _DATETIME: dt.datetime.fromisoformat,
     _DATE: dt.date.fromisoformat,
+    _TIME: dt.time.fromisoformat,
+    _DURATION: lambda microseconds: dt.timedelta(microseconds=microseconds),
+    _DECIMAL: Decimal,
     _STATE: _trainer_state,
     _IMAGE: _image,
 }

@@ -75,17 +75,27 @@ class IsolatedFunction:
             TypeError: If an argument cannot be sent to another process.
         """
         message = call_message(arguments, state=state)
-        waiting = [worker for worker in self._idle if worker.lives]  # the others ended while nobody asked them
-        self._idle = waiting
-        worker = waiting.pop() if waiting else (await self._start())[0]
+        worker = await self._free()
         told = await worker.call(message)
-        self._idle.append(worker)
+        if await worker.has_too_much():
+            await worker.end()
+        else:
+            self._idle.append(worker)
         return answer_of(told)
 
     async def close(self) -> None:
         """End the processes that wait; the next call starts a new one."""
         while self._idle:
             await self._idle.pop().end()
+
+    async def _free(self) -> Worker:
+        """Give a process that nobody has asked; one that ended meanwhile is cleared up."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.lives:
+                return worker
+            await worker.end()
+        return (await self._start())[0]
 
     async def _start(self) -> tuple[Worker, dict[str, Any]]:
         worker = Worker(self._limits, self._environment)
@@ -128,11 +138,12 @@ class StatefulFunction:
         await self._function.close()
 
 
-def end_processes(rewards: Iterable[Reward], loop: EventLoop) -> None:
+def end_processes(rewards: Iterable[Reward]) -> None:
     """End the processes of rewards that have some."""
     for reward in rewards:
-        if isinstance(reward.function, IsolatedFunction | StatefulFunction):
-            loop.submit(reward.function.close()).result()
+        if isinstance(reward.function, IsolatedFunction | StatefulFunction) and reward.loop is not None:
+            reward.loop.cancel()
+            reward.loop.submit(reward.function.close()).result()
 
 
 def isolated(source: Source, *, worker: WorkerLimits, limits: CallLimits, loop: EventLoop) -> Reward:
@@ -142,7 +153,7 @@ def isolated(source: Source, *, worker: WorkerLimits, limits: CallLimits, loop: 
         source: The function.
         worker: What one call may take.
         limits: How calls are made.
-        loop: Where they are waited for.
+        loop: Where they are waited for. No function of a user's runs there, so that deadlines hold.
 
     Raises:
         RewardError: If it cannot be loaded, or has a state and is to be called several times at once.
@@ -169,4 +180,5 @@ def isolated(source: Source, *, worker: WorkerLimits, limits: CallLimits, loop: 
         limits=limits,
         throttle=Throttle(limits),
         description=told["description"],
+        loop=loop,
     )

@@ -1,31 +1,31 @@
-"""The process behind an isolated reward function: `python -m grpo_cli.scoring.isolation.process DESCRIPTOR`.
+"""The process behind an isolated reward function.
 
-It takes one request after another from the socket with this number, and ends when the socket does. It imports neither torch nor any
+It takes one request after another from a socket, and ends when the socket does. It imports neither torch nor any
 other large library by itself: a process that was ended over a call is replaced in a fraction of a second.
 """
 
 import asyncio
-import ctypes
+import inspect
 import json
 import os
 import signal
 import socket
-import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import GrpoError
 from grpo_cli.scoring.binding import bound
 from grpo_cli.scoring.isolation.arguments import read
+from grpo_cli.scoring.isolation.failures import one_line
 from grpo_cli.scoring.isolation.messages import LENGTH, framed
 from grpo_cli.scoring.isolation.reply import plain_extra, plain_rewards
 from grpo_cli.scoring.journal import Journal
 from grpo_cli.scoring.reward import Reward, has_state, make_reward
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_MOST_TRACEBACK = 20_000
+"""Characters."""
 
 
 class Service:
@@ -62,8 +62,8 @@ class Service:
         journal = Journal(count)
         offered = {**arguments, "log_extra": journal.log_extra, "log_metric": journal.log_metric}
         returned = self._reward.function(**self._reward.select(offered))
-        if asyncio.iscoroutine(returned):
-            returned = self._runner.run(returned)
+        if inspect.isawaitable(returned):
+            returned = self._runner.run(_awaited(returned))
         return {
             "returned": plain_rewards(returned),
             "columns": {name: [plain_extra(value) for value in values] for name, values in journal.columns.items()},
@@ -76,9 +76,17 @@ class Service:
         return {"state": self._reward.source.state_dict()} if has_state(self._reward.source) else {}
 
 
-def main(descriptor: int) -> None:
-    """Answer requests until there are no more."""
-    _end_with_the_trainer()
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def answer_requests(descriptor: int) -> None:
+    """Answer requests until there are no more.
+
+    Args:
+        descriptor: Of the socket.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     own = os.getpid()
     service = Service()
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as requests:
@@ -100,20 +108,10 @@ def _reply(service: Service, *, kind: str, keywords: Mapping[str, Any]) -> bytes
     except GrpoError as error:
         answer = {"refused": [error.message, error.hint]}
     except BaseException as error:  # noqa: BLE001  whatever a user's function raises is the trainer's to judge
-        text = " ".join(str(error).split())
+        text = one_line(str(error))
         kind_of_error = type(error).__name__
-        answer = {"raised": f"{kind_of_error}: {text}" if text else kind_of_error, "traceback": traceback.format_exc()}
+        answer = {
+            "raised": f"{kind_of_error}: {text}" if text else kind_of_error,
+            "traceback": traceback.format_exc()[-_MOST_TRACEBACK:],
+        }
     return json.dumps(answer).encode()
-
-
-def _end_with_the_trainer() -> None:
-    """End when the trainer is killed, even in the middle of a call; and stay the parent of whatever a function starts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
-    if sys.platform == "linux":
-        kernel = ctypes.CDLL(None)
-        kernel.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

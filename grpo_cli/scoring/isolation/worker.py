@@ -8,15 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from grpo_cli.scoring.isolation.arguments import written
-from grpo_cli.scoring.isolation.failures import LostCallError
+from grpo_cli.scoring.isolation.failures import LostCallError, TimedOutError, readable
 from grpo_cli.scoring.isolation.messages import LENGTH, MOST_REPLY_BYTES, framed
+from grpo_cli.scoring.isolation.process_tree import kill_tree, taken_by_tree
 
 MOST_PROCESSES = 64 + 8 * (os.cpu_count() or 1)
 """That a call may have at one time: several for each processor; one that has more is taken for a fork bomb."""
@@ -31,6 +31,7 @@ _LAST_WORDS = 2000
 """Bytes of its output that are kept."""
 
 _SECONDS_FOR_LAST_WORDS = 1.0
+_SECONDS_TO_CLEAR_UP = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ class Worker:
         self._printed.setblocking(False)
         with theirs, prints:
             self._process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-                [sys.executable, "-P", "-m", "grpo_cli.scoring.isolation.process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "grpo_cli.scoring.isolation", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=prints.fileno(),
@@ -76,6 +77,7 @@ class Worker:
                 env=environment,
             )
         self._draining = asyncio.create_task(self._drain())
+        self._last_look = time.monotonic()
 
     @property
     def lives(self) -> bool:
@@ -99,12 +101,19 @@ class Worker:
 
     async def end(self) -> None:
         """End the process and everything that it has started, and hear what it printed last."""
-        _kill_tree(self._process)
+        # In a thread: what cannot be killed at once does not hold up the calls of other functions.
+        await asyncio.to_thread(kill_tree, self._process)
         self._connection.close()
         # Something that got away may hold its output open.
         await asyncio.wait([self._draining], timeout=_SECONDS_FOR_LAST_WORDS)
         self._draining.cancel()
         self._printed.close()
+
+    async def has_too_much(self) -> bool:
+        """Tell whether the process keeps more memory after a call than it may. Not looked at more often than once a second."""
+        if time.monotonic() - self._last_look < _MOST_SECONDS_BETWEEN_LOOKS:
+            return False
+        return await self._look() is not None
 
     async def _ask(self, message: bytes, *, seconds: float) -> dict[str, Any]:
         watching = asyncio.create_task(self._watch())
@@ -118,8 +127,11 @@ class Worker:
                 answer: dict[str, Any] = json.loads(await self._receive(length))
         except TimeoutError:
             await self.end()
-            raise LostCallError(self._with_last_words(f"took longer than {seconds:g} s and was ended")) from None
+            raise TimedOutError(self._with_last_words(f"took longer than {seconds:g} s and was ended")) from None
         except (EOFError, OSError):
+            if self._verdict is None:  # it has ended by itself, and what is above it clears up and then tells how
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(self._process.wait, _SECONDS_TO_CLEAR_UP)
             await self.end()
             raise LostCallError(self._with_last_words(self._verdict or self._how_it_ended())) from None
         except BaseException:  # cancelled: nobody waits for the answer any more, and nobody may get it by mistake
@@ -145,20 +157,18 @@ class Worker:
         while True:
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, _MOST_SECONDS_BETWEEN_LOOKS)
-            taken, processes = 0, 0
-            for process in _tree(self._process.pid):
-                with contextlib.suppress(psutil.Error):
-                    taken += process.memory_info().rss
-                    processes += 1
-            if taken > self._limits.memory_bytes:
-                self._verdict = (
-                    f"took more than its `memory_limit` of {self._limits.memory_bytes / 2**30:g} GiB and was ended"
-                )
-            elif processes > MOST_PROCESSES:
-                self._verdict = f"had more than {MOST_PROCESSES} processes and was ended"
+            self._verdict = await self._look()
             if self._verdict is not None:
-                _kill_tree(self._process)
+                await asyncio.to_thread(kill_tree, self._process)
                 return
+
+    async def _look(self) -> str | None:
+        """Find out whether the process takes too much, and say what."""
+        self._last_look = time.monotonic()
+        taken, processes = await asyncio.to_thread(taken_by_tree, self._process.pid)
+        if taken > self._limits.memory_bytes:
+            return f"took more than its `memory_limit` of {self._limits.memory_bytes / 2**30:g} GiB and was ended"
+        return f"had more than {MOST_PROCESSES} processes and was ended" if processes > MOST_PROCESSES else None
 
     async def _drain(self) -> None:
         """Read what the process prints, and forget all but the end of it."""
@@ -168,13 +178,16 @@ class Worker:
                 self._output = (self._output + part)[-_LAST_WORDS:]
 
     def _how_it_ended(self) -> str:
-        code = self._process.returncode
-        if code is not None and code < 0 and code != -signal.SIGKILL:
-            return f"ended its process by {signal.Signals(-code).name}"
-        return "was killed" if code == -signal.SIGKILL else f"ended its process with exit code {code}"
+        code = self._process.poll()
+        if code is None or code == -signal.SIGKILL:
+            return "was killed"
+        if code >= 0:
+            return f"ended its process with exit code {code}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"ended its process by {names.get(-code, f'signal {-code}')}"
 
     def _with_last_words(self, text: str) -> str:
-        lines = self._output.decode(errors="replace").split("\n")
+        lines = readable(self._output.decode(errors="replace"), keep="\n").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), None)
         return text if last is None else f"{text}; the last that it printed: {last[-200:]}"
 
@@ -193,28 +206,3 @@ def call_message(arguments: Mapping[str, Any], *, state: Any) -> bytes:
     # It logs into a journal of its own.
     sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
     return written({"kind": "call", "keywords": {"arguments": sent, "count": len(completions), "state": state}})
-
-
-def _tree(pid: int) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        yield process
-        yield from process.children(recursive=True)
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, its session, and all below it, also what has made a session of its own."""
-    if process.poll() is None:
-        with contextlib.suppress(psutil.Error):
-            own = psutil.Process(process.pid)
-            own.suspend()
-            # What it has started stays below it until it is gone (it is their reaper), so it goes last.
-            while below := [one for one in own.children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]:
-                for one in below:
-                    with contextlib.suppress(psutil.Error):
-                        one.kill()
-                psutil.wait_procs(below, timeout=0.1)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
