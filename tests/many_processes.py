@@ -33,6 +33,8 @@ SPREAD = (
     "time/",
     "step_time",
     "eval/time/",
+    "eval/letters/time/",
+    "eval/all/time/",
 )
 """Metrics that depend on how the work is spread, or on a clock."""
 

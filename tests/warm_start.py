@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("grpo_cli.cli.app", "grpo_cli.engine.run")
+MODULES = ("grpo_cli.cli.app", "grpo_cli.engine.run", "grpo_cli.engine.evaluate")
 GRPO = "from grpo_cli.cli.app import main\nmain()\n"
 FORKS_WELL = "jemalloc_bg_thd"
 """Thread of pyarrow's allocator, which sees to it that a fork is safe."""

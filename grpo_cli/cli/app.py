@@ -12,6 +12,7 @@ import typer
 
 from grpo_cli import __version__
 from grpo_cli.cli.check import check
+from grpo_cli.cli.eval import evaluate
 from grpo_cli.cli.export import export
 from grpo_cli.cli.plan import plan
 from grpo_cli.cli.recipes import recipes
@@ -62,6 +63,7 @@ def _root(
 
 
 app.command(name="train")(train)
+app.command(name="eval")(evaluate)
 app.command(name="check")(check)
 app.command(name="recipes")(recipes)
 app.command(name="vllm-serve")(vllm_serve)

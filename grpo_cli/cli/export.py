@@ -40,6 +40,8 @@ def export(
     """  # noqa: D301  \b keeps the lines apart
     if base is not None and not merge:
         raise typer.BadParameter("it is the model to merge adapters into: add --merge", param_hint="--base")
+    from grpo_cli.engine.model_folder import model_folder
+
     folder = model_folder(source)
     if target.exists():
         raise CheckpointError(f"{target} is there already", hint="name a folder that is not, or remove it")
@@ -56,22 +58,6 @@ def export(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     typer.echo(f"{target}: {'merged from' if merge else 'copied from'} {folder}")
-
-
-def model_folder(source: Path) -> Path:
-    """Find the model of a run directory, a checkpoint, or in the folder itself.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
-    checkpoints = sorted((source / "checkpoints").glob("step-*"), reverse=True)
-    for folder in (source / "final", *(checkpoint / "model" for checkpoint in checkpoints), source / "model", source):
-        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-            return folder
-    raise CheckpointError(
-        f"{source} holds no model",
-        hint="name a run's train.output_dir, a checkpoint in it, or a folder with config.json",
-    )
 
 
 def _write_merged(folder: Path, target: Path, base: str | None) -> None:

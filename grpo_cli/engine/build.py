@@ -5,33 +5,28 @@ What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, a
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from grpo_cli.engine.canary import Canary, rounding
+from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, token_budget
 from grpo_cli.engine.checkpoint_store import CheckpointStore
-from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import automatic_micro_batch_tokens
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
 from grpo_cli.engine.recent_rewards import RewardMemory
-from grpo_cli.engine.rollouts import dtype_name, open_rollouts
+from grpo_cli.engine.rollouts import open_rollouts
 from grpo_cli.engine.settings import objective_settings
 from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.step import GradientPass
-from grpo_cli.engine.token_budget import TokenBudget
-from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.errors import CheckpointError
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
-from grpo_cli.policy.adapters import MergedWeights, has_adapters
+from grpo_cli.policy.adapters import has_adapters
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import possible_checkpointing, set_checkpointing
 from grpo_cli.policy.fit import check_fit
@@ -39,8 +34,7 @@ from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.reference import BaseModelReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
-from grpo_cli.rollout.engine import RolloutEngine
-from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
+from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
@@ -96,13 +90,14 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     sampling = training_sampling(recipe.generation, stop_ids=stop_ids, regex=recipe.vllm.structured_outputs_regex)
     policy = PolicyModel(model, sampling=sampling)
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
-    held_out = max((len(one.ids) for one in inputs.held_out.prompts), default=0)
     misfit = check_fit(
         model,
         inputs.tokenizer,
         prompt_ids=inputs.prompts.first.ids,
-        longest_prompt=None if prompt is None else max(prompt, held_out),
-        max_completion_length=max(completion, recipe.eval.max_completion_length or 0),
+        longest_prompt=None if prompt is None else max([prompt, *(one.longest_prompt for one in inputs.held_out)]),
+        max_completion_length=max(
+            [completion, *(one.task.settings.max_completion_length or 0 for one in inputs.held_out)]
+        ),
     )
     reference = _reference_model(inputs, model)
     optimizer = build_optimizer(policy, recipe.train, device=inputs.processes.device)
@@ -167,12 +162,12 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         settings=objective_settings(
             recipe.grpo, recipe.generation, recipe.vllm, router_aux_loss_coef=loaded.router_aux_loss_coef
         ),
-        budget=_token_budget(inputs, loaded.policy, recorder),
+        budget=token_budget(inputs, loaded.policy, recorder.say),
         shares_prefix=loaded.policy.shares_prefix,
         # The backward of a prompt that several micro-batches share is one that other processes may not have.
         splits_prompts=loaded.policy.splits_prompts and not inputs.strategy.in_step,
     )
-    weight_sync = _build_weight_sync(inputs, loaded, rollouts, gradients)
+    weight_sync = build_weight_sync(inputs, loaded.policy, loaded.prepared, rollouts, gradients)
     return Stages(
         processes=processes,
         strategy=inputs.strategy,
@@ -189,77 +184,11 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         reference=loaded.reference,
         schedule=loaded.schedule,
         trained_shapes=loaded.trained_shapes,
-        evaluator=_build_evaluator(inputs, weight_sync, advantage_settings, loaded.sampling.stop_ids),
+        evaluator=build_evaluator(inputs, weight_sync, stop_ids=loaded.sampling.stop_ids),
         health=RunHealth(),
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
         recorder=recorder,
         recipe=dataclasses.asdict(recipe),
-    )
-
-
-def _build_weight_sync(
-    inputs: Inputs,
-    loaded: LoadedPolicy,
-    rollouts: RolloutEngine,
-    gradients: GradientPass,
-) -> WeightSync:
-    """Make what gives the engine its weights; one that has a copy of them gets the names of a checkpoint, and a canary."""
-    weights, autocast = inputs.strategy.named_weights(loaded.policy), inputs.processes.autocast
-    if rollouts.weight_copies == 0:
-        return WeightSync(
-            rollouts, weights, canary=None, sampling=partial(_sampling_with_the_policy, inputs, loaded.policy)
-        )
-    from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
-
-    if has_adapters(loaded.policy.model):
-        weights = MergedWeights(loaded.policy.model, weights)
-    weights = checkpoint_names(loaded.policy.model, weights)
-    canary = _build_canary(inputs, loaded, rollouts, gradients)
-    return WeightSync(rollouts, weights, canary, sampling=autocast)
-
-
-@contextmanager
-def _sampling_with_the_policy(inputs: Inputs, policy: PolicyModel) -> Iterator[None]:
-    """Let an engine without weights of its own use the policy's, all of them and in this run's precision."""
-    with inputs.strategy.whole(policy), inputs.processes.autocast(keeps_weights=True):
-        yield
-
-
-def _build_canary(inputs: Inputs, loaded: LoadedPolicy, rollouts: RolloutEngine, gradients: GradientPass) -> Canary:
-    """Make the check of an engine that has a copy of the weights."""
-    from grpo_cli.engine.vllm_rollouts import sampling_dtype  # noqa: PLC0415  what only vLLM needs is not loaded without it
-
-    recipe, asked = inputs.recipe, inputs.recipe.vllm.canary_tolerance
-    trains_in = "bfloat16" if recipe.train.bf16 else dtype_name(loaded.policy.model)
-    samples_in = sampling_dtype(recipe, loaded.policy)
-    return Canary(
-        rollouts=rollouts,
-        gradients=gradients,
-        policy=loaded.prepared,
-        prompt=inputs.prompts.first,
-        sampling=loaded.sampling,
-        tolerance=asked,
-        rounding=rounding(trains_in, samples_in),
-        every=recipe.vllm.canary_steps,
-        first=2 if has_adapters(loaded.policy.model) else 1,
-        seed=recipe.train.seed,
-    )
-
-
-def _token_budget(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> TokenBudget:
-    """Take the budget that the recipe asks for, or find one; all models are on the device by now."""
-    train, processes = inputs.recipe.train, inputs.processes
-    asked = train.micro_batch_tokens
-    tokens = asked
-    if tokens is None:
-        tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes, spread=inputs.strategy.spread)
-    return TokenBudget(
-        tokens,
-        asked=asked,
-        device=processes.device,
-        say=recorder.say,
-        sharing=processes.sharing_memory,
-        falls=not inputs.strategy.in_step,
     )
 
 
@@ -307,32 +236,6 @@ def _build_reference(
         prepare=inputs.strategy.prepare_frozen,
         mixup_alpha=grpo.ref_model_mixup_alpha,
         sync_steps=grpo.ref_model_sync_steps if grpo.sync_ref_model else 0,
-    )
-
-
-def _build_evaluator(
-    inputs: Inputs,
-    weight_sync: WeightSync,
-    advantage_settings: AdvantageSettings,
-    stop_ids: tuple[int, ...],
-) -> Evaluator | None:
-    """Make the evaluator, if the recipe has held-out prompts."""
-    if not inputs.held_out.prompts:
-        return None
-    section = inputs.recipe.eval
-    return Evaluator(
-        prompts=inputs.held_out.prompts,
-        weight_sync=weight_sync,
-        scorer=inputs.scorer,
-        sampling=evaluation_sampling(
-            section,
-            inputs.recipe.generation,
-            stop_ids=stop_ids,
-            regex=inputs.recipe.vllm.structured_outputs_regex,
-        ),
-        num_generations=section.num_generations,
-        advantage_settings=advantage_settings,
-        seed=inputs.recipe.train.seed,
     )
 
 

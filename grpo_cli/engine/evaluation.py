@@ -1,39 +1,83 @@
-"""Held-out prompts during training: on the rollout engine in use, with randomness of its own."""
+"""Held-out prompts: scored and measured in one way, during training and by `grpo eval`."""
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.randomness import own_randomness
-from grpo_cli.engine.shared_scoring import Scorer
+from grpo_cli.engine.rewards import failure_metrics
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.metrics import Sum, merge, results
+from grpo_cli.evaluation.question import answered
+from grpo_cli.metrics import merge, results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
+from grpo_cli.recipe.eval_tasks import MEAN_REWARD
+from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
+from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import PolicyVersion, Prompt, Sampling
+from grpo_cli.types import Group, PolicyVersion, Sampling
+
+
+def scored(held_out: HeldOut, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
+    """Score all completions of a dataset in one call; the rewards' state is left as it was.
+
+    Raises:
+        RewardError: As `Scorer.score` does.
+    """
+    kept = held_out.scorer.state_dict()
+    try:
+        return held_out.scorer.score(groups, trainer_state)
+    finally:
+        held_out.scorer.load_state_dict(kept)
+
+
+def plain_numbers(held_out: HeldOut, scores: Scores) -> dict[str, float]:
+    """Give what training tells of its completions, too: rewards, lengths, and whatever the reward functions logged."""
+    settings = AdvantageSettings(weights=held_out.weights)
+    found = merge(
+        [
+            rollout_metrics(scores.groups),
+            reward_metrics([one.rewards for one in scores.groups], held_out.scorer.names, settings),
+            scores.metrics,
+            failure_metrics(scores),
+        ]
+    )
+    return results(found)
+
+
+def success_numbers(held_out: HeldOut, table: pa.Table) -> dict[str, float]:
+    """Give what is counted in correct completions, as far as it can be told which these are.
+
+    Args:
+        held_out: The dataset.
+        table: All of its completions, with the answers.
+    """
+    found = answered(held_out.sheet(table), held_out.question()).metrics
+    return {name: measure.value for name, measure in found.items() if "@" in name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluator:
-    """Samples and scores the held-out prompts.
+    """Samples and scores the held-out prompts during training, with randomness of its own.
 
     Attributes:
-        prompts: All of them, every time.
+        held_out: The datasets, all of them every time.
+        samplings: How the completions of each are drawn.
         weight_sync: Samples from the newest weights.
-        scorer: The rewards of the training run.
-        sampling: How completions are drawn here.
-        num_generations: Completions per prompt.
-        advantage_settings: The reward weights.
-        seed: The run's seed; the same samples' randomness at every evaluation, so that two of them can be compared.
+        processes: The processes of this run; the main one knows what reward functions log, and tells the others the metrics.
+        seed: The run's seed.
     """
 
-    prompts: Sequence[Prompt]
+    held_out: Sequence[HeldOut]
+    samplings: Sequence[Sampling]
     weight_sync: WeightSync
-    scorer: Scorer
-    sampling: Sampling
-    num_generations: int
-    advantage_settings: AdvantageSettings
+    processes: Processes
     seed: int
 
     def run(self, trainer_state: TrainerState) -> tuple[Evaluation, Sequence[str]]:
@@ -42,31 +86,31 @@ class Evaluator:
         Returns:
             The evaluation, and one line per problem with a reward function that `rewards.on_error: drop` survived.
         """
-        kept = self.scorer.state_dict()
-        with own_randomness(self.seed):
-            groups = self.weight_sync.sample(
-                PolicyVersion(trainer_state.global_step),
-                self.prompts,
-                self.sampling,
-                num_generations=self.num_generations,
-                seed_key=(self.seed, "eval"),
-            )
-            try:
-                scores = self.scorer.score(groups, trainer_state)
-            finally:
-                self.scorer.load_state_dict(kept)
-        rewards = [one.rewards for one in scores.groups]
-        metrics = merge(
-            [
-                rollout_metrics(scores.groups),
-                reward_metrics(rewards, self.scorer.names, self.advantage_settings),
-                scores.metrics,
-                {"rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups))},
-            ]
-        )
-        evaluation = Evaluation(
-            step=trainer_state.global_step,
-            metrics={f"eval/{name}": value for name, value in results(metrics).items()},
-            scored=scores.groups,
-        )
-        return evaluation, scores.problems
+        metrics: dict[str, float] = {}
+        tables: dict[str | None, pa.Table] = {}
+        problems: list[str] = []
+        for held_out, sampling in zip(self.held_out, self.samplings, strict=True):
+            with own_randomness(self.seed):
+                groups = self.weight_sync.sample(
+                    PolicyVersion(trainer_state.global_step),
+                    held_out.prompts,
+                    sampling,
+                    num_generations=held_out.task.settings.num_generations,
+                    seed_key=held_out.seed_key(self.seed),
+                )
+                scores = scored(held_out, groups, trainer_state)
+                table = completion_table(scores.groups, held_out.scorer.names, step=trainer_state.global_step)
+                table = tables[held_out.task.name] = held_out.with_answers(table)
+            found = plain_numbers(held_out, scores) | success_numbers(held_out, table)
+            metrics |= {f"{held_out.task.prefix}{name}": value for name, value in found.items()}
+            problems += scores.problems
+        told = self.processes.from_main(json.dumps(_with_mean_reward(metrics, self.held_out)).encode())
+        return Evaluation(step=trainer_state.global_step, metrics=json.loads(told), tables=tables), problems
+
+
+def _with_mean_reward(metrics: Mapping[str, float], held_out: Sequence[HeldOut]) -> dict[str, float]:
+    """Add the mean over datasets of their rewards, if they have names. NaN if one has none: it would be that of other datasets."""
+    if any(one.task.name is None for one in held_out):
+        return dict(metrics)
+    rewards = [metrics[f"{one.task.prefix}reward"] for one in held_out]
+    return {MEAN_REWARD: math.fsum(rewards) / len(rewards), **metrics}

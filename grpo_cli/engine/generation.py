@@ -7,11 +7,12 @@ from functools import partial
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.rewards import failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
 from grpo_cli.errors import RewardError, TrainingError
-from grpo_cli.metrics import Metrics, Sum, merge
+from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
@@ -133,14 +134,6 @@ def _check_failures(scores: Scores, settings: LoopSettings, *, step: int) -> Non
         "" if failed == prompts else f"; `rewards.failure_budget` allows less than {settings.failure_budget:g} of them"
     )
     raise TrainingError(f"step {step}: a reward function failed on {on}{allowed}", hint="; ".join(scores.problems[:1]))
-
-
-def failure_metrics(scores: Scores) -> Metrics:
-    """Count the prompts on which reward functions failed."""
-    return {
-        "rewards/dropped_prompts": Sum(sum(one.dropped for one in scores.groups)),
-        "rewards/failed_prompts": Sum(scores.failed_prompts),
-    }
 
 
 def _draw(stages: Stages, count: int) -> list[Prompt]:

@@ -12,7 +12,6 @@ from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler, PromptSource
 from grpo_cli.data.sources import load_rows
 from grpo_cli.data.streaming import StreamingPromptSampler
-from grpo_cli.errors import DataError
 from grpo_cli.recipe.schema import DatasetSection
 from grpo_cli.types import Prompt
 
@@ -57,39 +56,3 @@ def load_prompts(section: DatasetSection, tokenizer: Any, *, folder: Path, seed:
         longest=found.lengths.maximum if found.complete else section.max_prompt_length,
         lines=found.lines(),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOutPrompts:
-    """The prompts of an evaluation.
-
-    Attributes:
-        prompts: All of them.
-        lines: What to tell a person about the dataset.
-    """
-
-    prompts: Sequence[Prompt] = ()
-    lines: Sequence[str] = ()
-
-
-def load_held_out_prompts(section: DatasetSection | None, tokenizer: Any, *, folder: Path, seed: int) -> HeldOutPrompts:
-    """Load all held-out prompts; none if the recipe has no `eval.dataset`.
-
-    Raises:
-        DataError: If the dataset cannot be read, gives no prompts, or is a stream without an end.
-    """
-    if section is None:
-        return HeldOutPrompts()
-    try:
-        rows = load_rows(section, folder=folder)
-        if not isinstance(rows, Dataset):
-            raise DataError("dataset: a stream has no end to evaluate", hint="set dataset.streaming to false")
-        builder = PromptBuilder(tokenizer, section)
-        found = preflight(rows, builder)
-        sampler = PromptSampler(rows, builder, found, seed=seed, shuffle=False)
-        return HeldOutPrompts(
-            prompts=sampler.take(sampler.rows_per_epoch), lines=[f"evaluation {line}" for line in found.lines()]
-        )
-    except DataError as error:  # the stage knows its section by its usual name only
-        hint = None if error.hint is None else error.hint.replace("dataset.", "eval.dataset.")
-        raise DataError(f"eval.{error.message}", hint=hint) from error

@@ -1,9 +1,9 @@
 """Choose the engine that samples, and open it."""
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
-from grpo_cli.engine.inputs import Inputs
+from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.memory import automatic_cached_tokens
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.errors import TrainingError
@@ -11,16 +11,27 @@ from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.local.engine import LocalEngine
-from grpo_cli.telemetry.recorder import Recorder
 
 
-def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitStack) -> RolloutEngine:
+class Told(Protocol):
+    """Is told what an engine does, and shows it."""
+
+    def say(self, line: str) -> None:
+        """Show an information."""
+        ...
+
+    def progress(self, tokens: int) -> None:
+        """Show that so many tokens more were sampled."""
+        ...
+
+
+def open_rollouts(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitStack) -> RolloutEngine:
     """Open the engine that the recipe names.
 
     Args:
         inputs: What the run starts from.
         policy: On its device, prepared for training.
-        recorder: Told of progress.
+        told: Of what the engine does.
         stack: Closes the engine, and ends the server if this run started it.
 
     Raises:
@@ -29,12 +40,12 @@ def open_rollouts(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack
     processes = inputs.processes
     engine: RolloutEngine
     if processes.count == 1:
-        engine = _open(inputs, policy, recorder, stack)
+        engine = _open(inputs, policy, told, stack)
         stack.callback(engine.close)
     else:
         engines = count_engines(inputs.recipe.vllm, processes.count)
         elsewhere = inputs.recipe.vllm.mode == "server" and not processes.is_main
-        own = None if elsewhere else _open(inputs, policy, recorder, stack)
+        own = None if elsewhere else _open(inputs, policy, told, stack)
         if own is not None:
             stack.callback(own.close)
         engine = SpreadRollouts(
@@ -68,15 +79,15 @@ def count_engines(vllm: VllmSection, processes: int) -> int:
     return processes // size
 
 
-def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitStack) -> RolloutEngine:
+def _open(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitStack) -> RolloutEngine:
     recipe = inputs.recipe
     if recipe.vllm.mode is not None:
         # What only vLLM needs is not loaded without it.
         from grpo_cli.engine.vllm_rollouts import open_colocated, open_servers  # noqa: PLC0415
 
         if recipe.vllm.mode == "server":
-            return open_servers(inputs, policy, recorder, stack)
-        return open_colocated(inputs, policy, recorder)
+            return open_servers(inputs, policy, told, stack)
+        return open_colocated(inputs, policy, told)
     return LocalEngine(
         policy.model,
         inputs.tokenizer,
@@ -85,8 +96,8 @@ def _open(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitSt
             policy, train=recipe.train, processes=inputs.processes, spread=inputs.strategy.spread
         ),
         share_prefix=recipe.model.share_prefix,
-        on_progress=recorder.progress,
-        on_notice=recorder.say,
+        on_progress=told.progress,
+        on_notice=told.say,
     )
 
 

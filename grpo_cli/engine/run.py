@@ -1,37 +1,34 @@
 """A whole run, from a checked recipe to the last line on the console."""
 
 import dataclasses
-import logging
 import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from datasets import disable_progress_bars
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
+from grpo_cli.engine.held_out import load_all_held_out, load_scorers
 from grpo_cli.engine.inputs import Inputs
+from grpo_cli.engine.libraries import quiet_libraries
 from grpo_cli.engine.plan import run_plan
-from grpo_cli.engine.prompts import load_held_out_prompts, load_prompts
+from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
 from grpo_cli.engine.resume import Resumed, find_resumed
+from grpo_cli.engine.rewards import load_scorer
 from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.settings import loop_settings
-from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
-from grpo_cli.scoring.functions import load_rewards
-from grpo_cli.scoring.runtime import RewardScorer
 from grpo_cli.telemetry.console import open_console, open_view
 from grpo_cli.telemetry.files import disk_errors
 from grpo_cli.telemetry.plan import print_plan
@@ -59,7 +56,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         Interrupted: After a signal; the state is saved.
     """
     began = time.monotonic()
-    _quiet_libraries()
+    quiet_libraries()
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
     # Told before anything is loaded, and before processes wait for each other in vLLM.
@@ -80,7 +77,10 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
             if not resumed.continues and not recipe.train.overwrite_output_dir:
                 refuse_to_overwrite(output_dir)
             inputs = _load_inputs(loaded, output_dir, resumed, processes, console)
-            stack.callback(inputs.scorer.close)
+            for scorer in {
+                id(one): one for one in (inputs.scorer, *(each.scorer for each in inputs.held_out))
+            }.values():
+                stack.callback(scorer.close)
             recorder = _open_recorder(inputs, console)
             stack.callback(recorder.close)
             trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals, stack)
@@ -106,15 +106,13 @@ def _load_inputs(
     recipe, folder, seed = loaded.recipe, loaded.folder, loaded.recipe.train.seed
     seed_everything(seed)
     strategy = choose_strategy(recipe, folder=folder, processes=processes, say=lambda line: _tell(console, line))
-    scorer = _load_scorer(loaded, processes) if processes.is_main else None
+    scorer = load_scorer(recipe.rewards, loaded, processes)
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
-    descriptions: tuple[str, ...] = ()
-    if scorer is not None:
-        scorer.check_columns(prompts.first.row)
-        descriptions = scorer.descriptions
-    held_out = load_held_out_prompts(recipe.eval.dataset, tokenizer, folder=folder, seed=seed)
-    for line in (*loaded.notices, *prompts.lines, *held_out.lines, *descriptions):
+    scorer.check_columns(prompts.first.row)
+    held_out = load_all_held_out(loaded, tokenizer, load_scorers(loaded, processes, scorer))
+    evaluations = [line for one in held_out for line in one.lines]
+    for line in (*loaded.notices, *prompts.lines, *evaluations, *scorer.descriptions):
         _tell(console, line)
     return Inputs(
         recipe=recipe,
@@ -127,17 +125,9 @@ def _load_inputs(
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
-        scorer=scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes),
+        scorer=scorer,
         length=run_length(recipe.train, recipe.grpo, rows=prompts.source.rows_per_epoch, done=resumed.done),
     )
-
-
-def _load_scorer(loaded: LoadedRecipe, processes: Processes) -> RewardScorer:
-    """Load the reward functions."""
-    section = loaded.recipe.rewards
-    trusts = loaded.recipe.model.trust_remote_code
-    rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
-    return RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
 
 
 def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
@@ -217,11 +207,3 @@ def _summary(trainer: Trainer, final: Path | None, *, seconds: float) -> RunSumm
 def _tell(console: Console, line: str) -> None:
     """Print a line as it is: text of a user's, and not broken at the width of a terminal that may not be there."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _quiet_libraries() -> None:
-    """Keep progress bars and notices of libraries out of the console; their errors still come as exceptions."""
-    disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)

@@ -42,8 +42,12 @@ def remove_run(output_dir: Path) -> None:
 
 
 @contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
+def locked(output_dir: Path, *, key: str = "train.output_dir") -> Iterator[None]:
     """Make the run directory and keep other runs out of it.
+
+    Args:
+        output_dir: The run directory.
+        key: What says where it is.
 
     Raises:
         CheckpointError: If it cannot be made, or another process is at work in it.
@@ -52,14 +56,14 @@ def locked(output_dir: Path) -> Iterator[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = (output_dir / ".lock").open("w")
     except OSError as error:
-        raise CheckpointError(f"train.output_dir: cannot write to {output_dir}: {error}") from error
+        raise CheckpointError(f"{key}: cannot write to {output_dir}: {error}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise CheckpointError(
-                f"train.output_dir: another run is at work in {output_dir}",
-                hint="wait for it, stop it, or choose another train.output_dir",
+                f"{key}: another run is at work in {output_dir}",
+                hint=f"wait for it, stop it, or choose another {key}",
             ) from error
         yield
 

@@ -1,7 +1,7 @@
 """Rewards of many processes: the main one calls the functions, once per completion, and all get the rewards."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +19,15 @@ class Scorer(Protocol):
 
     Attributes:
         names: The rewards' names, in the order of the columns.
+        descriptions: What rewards say of themselves at the start, a line each.
     """
 
     names: tuple[str, ...]
+    descriptions: tuple[str, ...]
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check before the first rollout that a dataset with these columns has all that the rewards need."""
+        ...
 
     def start(self, group: Group, trainer_state: TrainerState) -> None:
         """Begin to score a group."""
@@ -56,6 +62,7 @@ class SharedScorer:
 
     Attributes:
         names: The rewards' names, in the order of the columns.
+        descriptions: The main process's, which tells them.
     """
 
     def __init__(self, scorer: RewardScorer | None, processes: Processes) -> None:
@@ -63,6 +70,16 @@ class SharedScorer:
         self._processes = processes
         names = None if scorer is None else json.dumps(scorer.names).encode()
         self.names: tuple[str, ...] = tuple(json.loads(processes.from_main(names)))
+        self.descriptions = () if scorer is None else scorer.descriptions
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check in the main process.
+
+        Raises:
+            RewardError: There, as `RewardScorer.check_columns` does.
+        """
+        if self._scorer is not None:
+            self._scorer.check_columns(columns)
 
     def start(self, group: Group, trainer_state: TrainerState) -> None:
         """Begin to score a group that the main process's engine has sampled."""

@@ -1,6 +1,5 @@
 """vLLM as the engine that samples: in the processes that train, or in servers that run already or are started here."""
 
-import math
 import secrets
 from contextlib import ExitStack
 from typing import Any
@@ -9,8 +8,8 @@ from urllib.parse import urlsplit
 import torch
 
 from grpo_cli.device_memory import total_memory
-from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.rollouts import count_engines, dtype_name
+from grpo_cli.engine.inputs import SamplingInputs
+from grpo_cli.engine.rollouts import Told, count_engines, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
 from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
@@ -36,27 +35,26 @@ from grpo_cli.rollout.vllm.limits import MAX_NUM_GENERATIONS
 from grpo_cli.rollout.vllm.server_engine import ServerEngine
 from grpo_cli.rollout.vllm.supervisor import ServerProcess, Serving, vllm_server
 from grpo_cli.sharding import whole_shape
-from grpo_cli.telemetry.recorder import Recorder
 
 LOG_FILE = "vllm-server.log"
 _MOST_SEQUENCES = 256
 """Completions that vLLM samples at once; with more it gets hardly any faster."""
 
 
-def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> ColocateEngine:
+def open_colocated(inputs: SamplingInputs, policy: PolicyModel, told: Told) -> ColocateEngine:
     """Start vLLM in this process. With several, all of them do so at once, for parts of an engine too.
 
     Args:
         inputs: What the run starts from.
         policy: On its device.
-        recorder: Told of progress.
+        told: Of what the engine does.
 
     Raises:
         TrainingError: If vLLM is not installed.
         ModelError: If it does not start with this model.
     """
     recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
-    recorder.say(f"starting vLLM {vllm_version()} in {'this' if inputs.processes.count == 1 else 'every'} process")
+    told.say(f"starting vLLM {vllm_version()} in {'this' if inputs.processes.count == 1 else 'every'} process")
     return ColocateEngine(
         _arguments(inputs, dtype),
         inputs.tokenizer,
@@ -65,18 +63,18 @@ def open_colocated(inputs: Inputs, policy: PolicyModel, recorder: Recorder) -> C
         max_num_seqs=_most_sequences(inputs),
         adapters=_adapters(inputs, policy),
         sleeps=recipe.vllm.enable_sleep_mode,
-        on_progress=recorder.progress,
-        on_notice=recorder.say,
+        on_progress=told.progress,
+        on_notice=told.say,
     )
 
 
-def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack: ExitStack) -> RolloutEngine:
+def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitStack) -> RolloutEngine:
     """Connect to the servers; with `vllm.start` start one first, whose end `stack` sees to.
 
     Args:
         inputs: What the run starts from.
         policy: On its device.
-        recorder: Told of progress.
+        told: Of what the engine does.
         stack: Ends the started server.
 
     Raises:
@@ -89,7 +87,7 @@ def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack:
     server = None
     if section.start:
         token = token or secrets.token_urlsafe(32)
-        server = _start_server(inputs, dtype, token, recorder, stack)
+        server = _start_server(inputs, dtype, token, told, stack)
     addresses = server_addresses(section)
     engine = ServerEngine(
         [
@@ -111,24 +109,24 @@ def open_servers(inputs: Inputs, policy: PolicyModel, recorder: Recorder, stack:
             sizes=model_sizes(policy.model.config),
             dtype=dtype,
             device=device.type,
-            longest=longest_sequence(inputs),
-            num_generations=_most_generations(recipe),
+            longest=inputs.longest_sequence,
+            num_generations=inputs.most_generations,
         ),
         server_timeout=section.server_timeout,
-        on_progress=recorder.progress,
-        on_notice=recorder.say,
+        on_progress=told.progress,
+        on_notice=told.say,
     )
     try:
-        engine.wait_until_ready(section.server_timeout, on_wait=recorder.say)
+        engine.wait_until_ready(section.server_timeout, on_wait=told.say)
     except BaseException:
         engine.close()
         raise
     if server is None:
         return engine
-    return StartedServerEngine(engine, server, server_timeout=section.server_timeout, say=recorder.say)
+    return StartedServerEngine(engine, server, server_timeout=section.server_timeout, say=told.say)
 
 
-def _start_server(inputs: Inputs, dtype: str, token: str, recorder: Recorder, stack: ExitStack) -> ServerProcess:
+def _start_server(inputs: SamplingInputs, dtype: str, token: str, told: Told, stack: ExitStack) -> ServerProcess:
     """Start a server for this run alone, and wait until it answers."""
     recipe, section = inputs.recipe, inputs.recipe.vllm
     serving = Serving(
@@ -136,19 +134,19 @@ def _start_server(inputs: Inputs, dtype: str, token: str, recorder: Recorder, st
         host=section.server_host,
         port=section.server_port,
         token=token,
-        max_num_generations=max(MAX_NUM_GENERATIONS, _most_generations(recipe)),
+        max_num_generations=max(MAX_NUM_GENERATIONS, inputs.most_generations),
         log_path=inputs.output_dir / LOG_FILE,
     )
-    recorder.say(f"starting vLLM {vllm_version()} on {serving.url} (log: {serving.log_path})")
+    told.say(f"starting vLLM {vllm_version()} on {serving.url} (log: {serving.log_path})")
     # It samples nothing before it gets the trainer's weights, so it need not read any.
     arguments = {"load_format": "dummy", "max_num_seqs": _most_sequences(inputs), **_arguments(inputs, dtype)}
     server = stack.enter_context(vllm_server(arguments, serving))
     server.start()
-    wait_for(server, section.server_timeout, recorder.say)
+    wait_for(server, section.server_timeout, told.say)
     return server
 
 
-def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
+def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
     """Say what engine to build for this run's model and lengths."""
     recipe = inputs.recipe
     model, tokenizer = recipe.model, recipe.model.tokenizer_name_or_path
@@ -156,7 +154,7 @@ def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
         recipe.vllm,
         model=prepared_location(model.name_or_path, inputs.folder).name_or_path,
         dtype=dtype,
-        max_model_len=recipe.vllm.max_model_length or longest_sequence(inputs),
+        max_model_len=recipe.vllm.max_model_length or inputs.longest_sequence,
         seed=recipe.train.seed,
         on_cpu=inputs.processes.device.type == "cpu",
         revision=model.revision,
@@ -167,7 +165,7 @@ def _arguments(inputs: Inputs, dtype: str) -> dict[str, Any]:
     )
 
 
-def _adapters(inputs: Inputs, policy: PolicyModel) -> Adapters | None:
+def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
     """Stream the policy's adapters, if they are to go to vLLM as such."""
     rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
     # Weights that are cut into parts come in one stream, which all processes go through: the merged ones.
@@ -181,18 +179,10 @@ def _adapters(inputs: Inputs, policy: PolicyModel) -> Adapters | None:
     )
 
 
-def _most_generations(recipe: Recipe) -> int:
-    """Count the completions of one prompt that are asked for in one request."""
-    return max(recipe.grpo.num_generations, recipe.eval.num_generations)
-
-
-def _most_sequences(inputs: Inputs) -> int:
+def _most_sequences(inputs: SamplingInputs) -> int:
     """Count the completions that an engine is asked for at once, as far as sampling them at once pays."""
-    recipe, engines = inputs.recipe, count_engines(inputs.recipe.vllm, inputs.processes.count)
-    trained = math.ceil(recipe.train.prompts_per_step * recipe.grpo.steps_per_generation / engines)
-    held_out = math.ceil(len(inputs.held_out.prompts) / engines)
-    most = max(trained * recipe.grpo.num_generations, held_out * recipe.eval.num_generations)
-    return min(_MOST_SEQUENCES, most)
+    engines = count_engines(inputs.recipe.vllm, inputs.processes.count)
+    return min(_MOST_SEQUENCES, inputs.most_completions(engines))
 
 
 def _transport(recipe: Recipe, hosts: list[str], device: torch.device) -> WeightTransport:
@@ -220,17 +210,7 @@ def sampling_dtype(recipe: Recipe, policy: PolicyModel) -> str:
     return resolved_dtype(recipe.vllm, bf16=recipe.train.bf16, model_dtype=dtype_name(policy.model))
 
 
-def longest_sequence(inputs: Inputs) -> int | None:
-    """Count the tokens of the longest prompt and completion that the run can have; None: not known."""
-    recipe, prompt = inputs.recipe, inputs.prompts.longest
-    if prompt is None:
-        return None
-    completion = recipe.generation.max_completion_length
-    held_out = max((len(one.ids) for one in inputs.held_out.prompts), default=0)
-    return max(prompt + completion, held_out + (recipe.eval.max_completion_length or completion))
-
-
-def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
+def vllm_bytes(inputs: SamplingInputs, policy: PolicyModel) -> int:
     """Estimate what vLLM takes of the memory that this process trains in; nothing if it runs elsewhere, as far as is known."""
     recipe, section = inputs.recipe, inputs.recipe.vllm
     if section.mode == "server" and not section.start:
@@ -244,7 +224,7 @@ def vllm_bytes(inputs: Inputs, policy: PolicyModel) -> int:
     weights = itemsize * sum(whole_shape(parameter).numel() for parameter in policy.parameters()) // parts
     cache = int(_arguments(inputs, dtype).get("kv_cache_memory_bytes", 0))
     values = cached_values_per_token(policy.model.config.get_text_config(), parts=parts)
-    longest = longest_sequence(inputs)
+    longest = inputs.longest_sequence
     if section.mode == "colocate" and values is not None and longest is not None:  # it takes no more than can be filled
         cache = min(cache, _most_sequences(inputs) * longest * values * itemsize)
     return weights + cache

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from grpo_cli.recipe.distributed_rules import DISTRIBUTED_CHECKS
+from grpo_cli.recipe.eval_rules import EVAL_CHECKS
+from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import IDLE_CHECKS
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
@@ -19,8 +21,7 @@ _PROJECT_TRACKERS = ("wandb", "trackio")
 def dataset_sections(recipe: Recipe) -> Iterator[tuple[str, DatasetSection]]:
     """Give the datasets of a recipe by key."""
     yield "dataset", recipe.dataset
-    if recipe.eval.dataset is not None:
-        yield "eval.dataset", recipe.eval.dataset
+    yield from ((task.key, task.dataset) for task in evaluation_tasks(recipe))
 
 
 def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
@@ -35,34 +36,17 @@ def completions_can_vary(recipe: Recipe) -> Iterable[Finding]:
             keys=("generation.min_p",),
             message="found 1, which leaves only the likeliest token: all completions of a prompt would be the same; allowed: below 1",
         )
-    if recipe.eval.dataset is not None and recipe.eval.temperature == 0 and recipe.eval.num_generations > 1:
-        yield Finding(
-            keys=("eval.num_generations", "eval.temperature"),
-            message=f"found {recipe.eval.num_generations} with temperature 0, which samples the same completion each time; "
-            "allowed: 1",
-            hint="or set `eval.temperature` above 0",
-        )
 
 
 def lengths_fit(recipe: Recipe) -> Iterable[Finding]:
     """The least completion is not longer than the longest."""
-    generation, evaluation = recipe.generation, recipe.eval
+    generation = recipe.generation
     least, most = "generation.min_completion_length", "generation.max_completion_length"
     if generation.min_completion_length > generation.max_completion_length:
         yield Finding(
             keys=(least, most),
             message=f"found {generation.min_completion_length}; allowed: at most {most}, which is "
             f"{generation.max_completion_length}",
-        )
-    elif (
-        evaluation.dataset is not None
-        and evaluation.max_completion_length is not None
-        and evaluation.max_completion_length < generation.min_completion_length
-    ):
-        yield Finding(
-            keys=("eval.max_completion_length", least),
-            message=f"found {evaluation.max_completion_length}; allowed: at least {least}, which is "
-            f"{generation.min_completion_length}",
         )
 
 
@@ -148,22 +132,6 @@ def warmup_is_clear(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
-def evaluation_is_possible(recipe: Recipe) -> Iterable[Finding]:
-    """There are prompts to evaluate on, and the best checkpoint is picked by an evaluation metric."""
-    if recipe.eval.every > 0 and recipe.eval.dataset is None:
-        yield Finding(
-            keys=("eval.every", "eval.dataset"),
-            message=f"found {recipe.eval.every} without `eval.dataset`; allowed: 0",
-            hint="name the held-out rows in `eval.dataset`",
-        )
-    if recipe.eval.dataset is not None and not recipe.eval.best_metric.startswith("eval/"):
-        yield Finding(
-            keys=("eval.best_metric",),
-            message=f'found "{recipe.eval.best_metric}"; allowed: a metric of the evaluation, which starts with eval/',
-            hint=f"did you mean `eval/{recipe.eval.best_metric}`?",
-        )
-
-
 def trackers_are_consistent(recipe: Recipe) -> Iterable[Finding]:
     """Each tracker is named once, and a project belongs to a tracker that has projects."""
     for tracker, count in Counter(recipe.logging.report_to).items():
@@ -189,7 +157,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     datasets_are_consistent,
     run_has_an_end,
     warmup_is_clear,
-    evaluation_is_possible,
+    *EVAL_CHECKS,
     trackers_are_consistent,
     *VLLM_CHECKS,
     *DISTRIBUTED_CHECKS,
@@ -197,6 +165,5 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
 
 
 def impossible_combinations(recipe: Recipe) -> Iterator[Finding]:
-    """Run all checks."""
-    for check in CHECKS:
-        yield from check(recipe)
+    """Run all checks. What several datasets have in common is found once."""
+    yield from dict.fromkeys(finding for check in CHECKS for finding in check(recipe))

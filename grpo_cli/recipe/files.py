@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grpo_cli.recipe.combinations import dataset_sections
+from grpo_cli.recipe.eval_tasks import evaluation_tasks, reward_sections
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.imports import find_installed, is_dotted_path, locate, package_folder
 from grpo_cli.recipe.rows import count_rows, is_local, matching_files
@@ -25,6 +26,7 @@ def missing_things(recipe: Recipe, folder: Path) -> Iterator[Finding]:
         folder: The recipe's folder.
     """
     yield from _reward_paths(recipe, folder)
+    yield from _answer_functions(recipe, folder)
     for key, dataset in dataset_sections(recipe):
         yield from _dataset_source(key, dataset, folder)
     yield from _rows_for_a_step(recipe, folder)
@@ -34,10 +36,19 @@ def missing_things(recipe: Recipe, folder: Path) -> Iterator[Finding]:
 
 
 def _reward_paths(recipe: Recipe, folder: Path) -> Iterable[Finding]:
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        missing = locate(entry.path, folder) if entry.path is not None else None
+    for key, section in reward_sections(recipe):
+        for index, entry in enumerate(section.reward_funcs):
+            missing = locate(entry.path, folder) if entry.path is not None else None
+            if missing is not None:
+                yield Finding(keys=(f"{key}.reward_funcs[{index}].path",), message=f'found "{entry.path}"; {missing}')
+
+
+def _answer_functions(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+    found = {task.key_of("answer_function"): task.settings.answer_function for task in evaluation_tasks(recipe)}
+    for key, path in found.items():
+        missing = locate(path, folder) if path is not None else None
         if missing is not None:
-            yield Finding(keys=(f"rewards.reward_funcs[{index}].path",), message=f'found "{entry.path}"; {missing}')
+            yield Finding(keys=(key,), message=f'found "{path}"; {missing}')
 
 
 def _dataset_source(key: str, dataset: DatasetSection, folder: Path) -> Iterable[Finding]:
@@ -96,15 +107,20 @@ def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
             yield from _package_file(key, name)
         elif name and _is_path(name) and not matching_files(name, folder):
             yield _no_file((key,), name, folder)
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        key, name = f"rewards.reward_funcs[{index}].model", entry.model
-        if name and name.startswith(_PACKAGE_PREFIX):
-            yield Finding(keys=(key,), message=f'found "{name}"; allowed: a hub id or a folder')
-        elif name and _is_path(name) and not matching_files(name, folder):
-            yield _no_file((key,), name, folder)
+    yield from _reward_models(recipe, folder)
     template = model.chat_template_path
     if template is not None and not matching_files(template, folder):
         yield _no_file(("model.chat_template_path",), template, folder)
+
+
+def _reward_models(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+    for section_key, section in reward_sections(recipe):
+        for index, entry in enumerate(section.reward_funcs):
+            key, name = f"{section_key}.reward_funcs[{index}].model", entry.model
+            if name and name.startswith(_PACKAGE_PREFIX):
+                yield Finding(keys=(key,), message=f'found "{name}"; allowed: a hub id or a folder')
+            elif name and _is_path(name) and not matching_files(name, folder):
+                yield _no_file((key,), name, folder)
 
 
 def found_token_file(name: str, folder: Path) -> Path:

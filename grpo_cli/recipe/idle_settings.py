@@ -6,7 +6,7 @@ from typing import Any
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.kinds import default_of, fields_of, show
 from grpo_cli.recipe.objective_rules import CLIPPING_LOSSES, corrects_rollouts
-from grpo_cli.recipe.schema import EvalSection, Recipe
+from grpo_cli.recipe.schema import Recipe
 
 _LOSSES_THAT_READ: Mapping[str, tuple[str, ...]] = {
     "epsilon": CLIPPING_LOSSES,
@@ -18,8 +18,6 @@ _LOSSES_THAT_READ: Mapping[str, tuple[str, ...]] = {
     "vespo_k_neg": ("vespo",),
     "vespo_lambda_neg": ("vespo",),
 }
-_SETTINGS_OF_EVALUATION = tuple(name for name in fields_of(EvalSection) if name not in ("dataset", "every"))
-_SAMPLING_FILTERS = ("top_p", "top_k", "min_p")
 
 
 def changed(section: Any, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -108,39 +106,9 @@ def policy_can_drift(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
-def evaluation_has_rows(recipe: Recipe) -> Iterable[Finding]:
-    """How to evaluate is said only where something is evaluated."""
-    if recipe.eval.dataset is not None:
-        return
-    yield from idle(
-        recipe.eval,
-        _SETTINGS_OF_EVALUATION,
-        prefix="eval",
-        beside="eval.dataset",
-        reason="nothing is evaluated",
-        needed="`eval.dataset`",
-    )
-
-
-def evaluation_filters_have_a_choice(recipe: Recipe) -> Iterable[Finding]:
-    """Without randomness the likeliest token is taken, and no filter removes that one."""
-    if recipe.eval.dataset is None or recipe.eval.temperature > 0:
-        return
-    yield from idle(
-        recipe.eval,
-        _SAMPLING_FILTERS,
-        prefix="eval",
-        beside="eval.temperature",
-        reason="temperature 0 takes the likeliest token anyway",
-        needed="`eval.temperature` above 0",
-    )
-
-
 IDLE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     loss_reads_its_constants,
     rewards_are_scaled_as_told,
     moving_reference_is_on,
     policy_can_drift,
-    evaluation_has_rows,
-    evaluation_filters_have_a_choice,
 )

@@ -78,6 +78,8 @@ def _describe_type(kind: Any) -> str:
         return f"a list of {_describe_items(item_type(kind))}"
     if origin is dict and item_type(kind) in _PLURAL:
         return f"a mapping of names to {_PLURAL[item_type(kind)]}"
+    if origin is dict and is_section(item_type(kind)):
+        return "a mapping of names to mappings"
     return "a mapping"
 
 

@@ -90,14 +90,22 @@ def _name_the_run(root: Placed, path: Path) -> Placed:
 
 
 def _spell_out_rewards(root: Placed) -> Placed:
-    """Turn a reward that is a plain string into `{path: ...}`."""
-    functions = find(root, "rewards.reward_funcs")
-    if functions is None or not isinstance(functions.value, list):
-        return root
-    items = [replace(item, value={"path": item}) if isinstance(item.value, str) else item for item in functions.value]
-    section = root.value["rewards"]
-    section = replace(section, value={**section.value, "reward_funcs": replace(functions, value=items)})
-    return replace(root, value={**root.value, "rewards": section})
+    """Turn each reward that is a plain string into `{path: ...}`."""
+    named = find(root, "eval.datasets")
+    datasets = named.value if named is not None and isinstance(named.value, dict) else {}
+    for path in (("rewards",), *(("eval", "datasets", name) for name in datasets)):
+        root = _with_mappings(root, (*path, "reward_funcs"))
+    return root
+
+
+def _with_mappings(placed: Placed, path: tuple[str, ...]) -> Placed:
+    """Give a copy in which each string of the list at a path is a mapping with that path of a function."""
+    if not path and isinstance(placed.value, list):
+        items = [replace(item, value={"path": item}) if isinstance(item.value, str) else item for item in placed.value]
+        return replace(placed, value=items)
+    if not path or not isinstance(placed.value, dict) or path[0] not in placed.value:
+        return placed
+    return replace(placed, value={**placed.value, path[0]: _with_mappings(placed.value[path[0]], path[1:])})
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from grpo_cli.recipe.addresses import TOKEN_VARIABLE, is_loopback, server_addresses, split_url
+from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import changed
 from grpo_cli.recipe.imports import find_installed
@@ -57,14 +58,15 @@ def updates_vanish(recipe: Recipe) -> Iterable[Finding]:
 
 def evaluation_is_held_out(recipe: Recipe) -> Iterable[Finding]:
     """Rows that are trained on cannot tell learning from memorising."""
-    evaluated = recipe.eval.dataset
-    if evaluated is not None and _rows(evaluated) == _rows(recipe.dataset):
-        yield Finding(
-            keys=("eval.dataset", "dataset"),
-            message=f"found {evaluated.name} ({evaluated.split}), which is trained on as well, so that evaluation cannot tell learning "
-            "from memorising",
-            hint="use another split or file",
-        )
+    for task in evaluation_tasks(recipe):
+        evaluated = task.dataset
+        if _rows(evaluated) == _rows(recipe.dataset):
+            yield Finding(
+                keys=(task.key, "dataset"),
+                message=f"found {evaluated.name} ({evaluated.split}), which is trained on as well, so that evaluation cannot tell "
+                "learning from memorising",
+                hint="use another split or file",
+            )
 
 
 def servers_have_a_token(recipe: Recipe) -> Iterable[Finding]:

@@ -49,25 +49,37 @@ def replace_between_markers(text: str, name: str, content: str) -> str:
 def _tables(section: type[Any], prefix: str, *, described: dict[type[Any], str]) -> Iterator[list[str]]:
     """Give the table of a section and those of the sections below; a section that is used twice has one, at its first place.
 
+    Keys that a section has from another one are described there.
+
     Args:
         section: The section.
         prefix: Its place in a recipe.
         described: By section the place of its table; those of this call are added.
     """
-    kinds, fields = types_of(section), fields_of(section)
-    places = {name: f"{prefix}.{name}".removeprefix(".") for name in fields}
-    optional = {name: inner for name, kind in kinds.items() if is_section(inner := without_none(kind)[0])}
-    for name, inner in optional.items():
-        described.setdefault(inner, places[name])
+    kinds = types_of(section)
+    taken_over = {name for base in section.__mro__[1:] if base in described for name in fields_of(base)}
+    fields = {name: field for name, field in fields_of(section).items() if name not in taken_over}
+    below = {name: found for name in fields if (found := _section_below(kinds[name], f"{prefix}.{name}".lstrip(".")))}
+    for inner, place in below.values():
+        described.setdefault(inner, place)
     title = f"#### `{prefix}`" if prefix else "#### top level"
     rows = [_row(field, kinds[name], described) for name, field in fields.items() if not is_section(kinds[name])]
     summary = typing.cast("str", section.__doc__)
     yield [title, "", summary, "", *_HEADER, *rows]
-    for name, kind in kinds.items():
-        if described.get(optional.get(name, object)) == places[name]:
-            yield from _tables(optional[name], places[name], described=described)
-        elif typing.get_origin(kind) is list and is_section(item_type(kind)):
-            yield from _tables(item_type(kind), f"{places[name]}[]", described=described)
+    for inner, place in below.values():
+        if described[inner] == place:
+            yield from _tables(inner, place, described=described)
+
+
+def _section_below(kind: Any, place: str) -> tuple[type[Any], str] | None:
+    """Give the section that a key holds, or a list or mapping of them, and its place in a recipe."""
+    inner, _ = without_none(kind)
+    if is_section(inner):
+        return inner, place
+    suffix = {list: "[]", dict: ".NAME"}.get(typing.get_origin(inner))
+    if suffix is None or not is_section(item_type(inner)):
+        return None
+    return item_type(inner), f"{place}{suffix}"
 
 
 def _row(field: dataclasses.Field[Any], kind: Any, described: dict[type[Any], str]) -> str:

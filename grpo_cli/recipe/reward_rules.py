@@ -1,47 +1,39 @@
 """Rules across the keys of `rewards`."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from grpo_cli.recipe.eval_tasks import reward_sections
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import changed, idle
+from grpo_cli.recipe.reward_names import reward_name
 from grpo_cli.recipe.schema import Recipe, RewardFunction
 
 _FOR_FUNCTIONS = ("isolated", "timeout", "memory_limit", "per_prompt", "concurrency", "calls_per_minute")
 """Keys that a reward model has no use for."""
 
 
-def reward_name(entry: RewardFunction) -> str:
-    """Give the name of a reward in metrics and files."""
-    if entry.name is not None:
-        return entry.name
-    if entry.path is not None:
-        return re.split(r"[.:]", entry.path)[-1]
-    return (entry.model or "").rstrip("/").rsplit("/", 1)[-1]
-
-
 def reward_weights_match(recipe: Recipe) -> Iterable[Finding]:
     """Each reward function has a weight, and not all weights are 0."""
-    weights, functions = recipe.rewards.reward_weights, recipe.rewards.reward_funcs
-    if weights is None:
-        return
-    keys = ("rewards.reward_weights", "rewards.reward_funcs")
-    if len(weights) != len(functions):
-        message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
-        yield Finding(keys=keys, message=message)
-    elif not any(weights):
-        yield Finding(
-            keys=keys,
-            message="all weights are 0, so no reward counts; allowed: at least one other number",
-            hint="leave the key out to weigh all 1",
-        )
+    for key, section in reward_sections(recipe):
+        weights, functions = section.reward_weights, section.reward_funcs
+        if weights is None:
+            continue
+        keys = (f"{key}.reward_weights", f"{key}.reward_funcs")
+        if len(weights) != len(functions):
+            message = f"found {len(weights)} weights for {len(functions)} reward functions; allowed: one weight each"
+            yield Finding(keys=keys, message=message)
+        elif not any(weights):
+            yield Finding(
+                keys=keys,
+                message="all weights are 0, so no reward counts; allowed: at least one other number",
+                hint="leave the key out to weigh all 1",
+            )
 
 
 def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
     """A reward is either a function or a model, and has only keys of its kind."""
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        key = f"rewards.reward_funcs[{index}]"
+    for key, entry in _entries(recipe):
         if (entry.path is None) == (entry.model is None):
             found = "neither `path` nor `model`" if entry.path is None else "both `path` and `model`"
             yield Finding(keys=(key,), message=f"found {found}; allowed: one of them")
@@ -67,22 +59,22 @@ def reward_entries_are_whole(recipe: Recipe) -> Iterable[Finding]:
 
 def reward_names_differ(recipe: Recipe) -> Iterable[Finding]:
     """Metrics and files tell rewards apart by name."""
-    names = [reward_name(entry) for entry in recipe.rewards.reward_funcs]
-    counts = Counter(names)
-    for index, name in enumerate(names):
-        first = names.index(name)
-        if name and counts[name] > 1 and index > first:
-            yield Finding(
-                keys=(f"rewards.reward_funcs[{index}]", f"rewards.reward_funcs[{first}]"),
-                message=f"found a second reward with the name `{name}`; allowed: one name each",
-                hint=f"add `name: {name}_2`",
-            )
+    for key, section in reward_sections(recipe):
+        names = [reward_name(entry) for entry in section.reward_funcs]
+        counts = Counter(names)
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if name and counts[name] > 1 and index > first:
+                yield Finding(
+                    keys=(f"{key}.reward_funcs[{index}]", f"{key}.reward_funcs[{first}]"),
+                    message=f"found a second reward with the name `{name}`; allowed: one name each",
+                    hint=f"add `name: {name}_2`",
+                )
 
 
 def calls_can_be_made_so(recipe: Recipe) -> Iterable[Finding]:
     """How a function is called fits together."""
-    for index, entry in enumerate(recipe.rewards.reward_funcs):
-        key = f"rewards.reward_funcs[{index}]"
+    for key, entry in _entries(recipe):
         if entry.path is not None and not entry.per_prompt:
             yield from idle(
                 entry,
@@ -101,6 +93,12 @@ def calls_can_be_made_so(recipe: Recipe) -> Iterable[Finding]:
                 reason="the trainer's own process is not ended over a reward",
                 needed="`isolated: true`",
             )
+
+
+def _entries(recipe: Recipe) -> Iterator[tuple[str, RewardFunction]]:
+    """Give all rewards of a recipe by key."""
+    for key, section in reward_sections(recipe):
+        yield from ((f"{key}.reward_funcs[{index}]", entry) for index, entry in enumerate(section.reward_funcs))
 
 
 def failures_have_a_consequence(recipe: Recipe) -> Iterable[Finding]:

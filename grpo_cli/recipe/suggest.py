@@ -39,6 +39,7 @@ OTHER_NAMES = {
     "model_name_or_path": "here it is `model.name_or_path`",
     "model_revision": "here it is `model.revision`",
     "mu": "here it is `grpo.num_iterations`",
+    "num_generations_eval": "here it is `eval.num_generations`",
     "optim": "the optimizer is AdamW; leave the key out",
     "per_device_eval_batch_size": "here it is `generation.max_num_seqs`",
     "per_device_train_batch_size": _BATCH,
@@ -75,10 +76,16 @@ def other_name(name: str) -> str | None:
     return next((hint for prefix, hint in _PREFIXES.items() if name.startswith(prefix)), None)
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Give the candidate that looks most like a word, if any does. Case does not count."""
+def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """Give the candidate that looks most like a word, if any does. Case does not count.
+
+    Args:
+        word: What was found.
+        candidates: What it may have meant.
+        cutoff: How much it has to look like one, from 0 to 1.
+    """
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 

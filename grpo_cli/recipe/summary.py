@@ -1,7 +1,7 @@
 """A recipe in a few lines."""
 
 from grpo_cli.recipe.addresses import server_addresses
-from grpo_cli.recipe.reward_rules import reward_name
+from grpo_cli.recipe.reward_names import reward_name
 from grpo_cli.recipe.schema import Recipe, VllmSection
 
 

@@ -41,7 +41,7 @@ def unknown_key(section: KeyPath, key: Any, allowed: list[str]) -> tuple[str, st
 
 
 def _as_parameter(section: KeyPath, key: str) -> str | None:
-    is_reward = section[:2] == ("rewards", "reward_funcs")
+    is_reward = section[-2:-1] == ("reward_funcs",)
     return f"a parameter of the function goes under `parameters: {{{key}: ...}}`" if is_reward else None
 
 

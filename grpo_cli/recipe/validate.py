@@ -58,6 +58,9 @@ def _fill_required(values: dict[str, Any], section: type[Any], path: KeyPath, re
         kind, optional = without_none(kinds[name])
         if is_section(kind) and (not optional or isinstance(values.get(name), dict)):
             _fill_required(values.setdefault(name, {}), kind, (*path, name), refused)
+        elif typing.get_origin(kind) is dict and is_section(item_type(kind)):
+            for key, item in (values.get(name) or {}).items():
+                _fill_required(item, item_type(kind), (*path, name, key), refused)
         elif name not in values and default_of(declared) == MISSING:
             refused.add(key_text((*path, name)))
             values[name] = [] if typing.get_origin(kind) is list else ""
@@ -146,6 +149,8 @@ class _Checker:
             here = (*path, key)
             if not isinstance(key, str):
                 self._report(here, child.where, f"found the key {show(key)}; allowed: a name", f'write "{key}"')
+                continue
+            if child.value is None and is_section(item):  # on the command line it takes out what a file has
                 continue
             value = self.value(child, item, _ANYTHING, here)
             if not isinstance(value, _Refused):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from grpo_cli.recipe.addresses import is_base_url, is_host, is_loopback, split_url
+from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import changed, idle
 from grpo_cli.recipe.kinds import fields_of, show
@@ -252,11 +253,13 @@ def _lengths(recipe: Recipe) -> Iterator[tuple[tuple[str, str], int | None, int]
     """Give the bounds on prompts and on completions of training and of evaluation, with their keys."""
     key, completion = "generation.max_completion_length", recipe.generation.max_completion_length
     yield ("dataset.max_prompt_length", key), recipe.dataset.max_prompt_length, completion
-    evaluated = recipe.eval.dataset
-    if evaluated is not None:
-        if recipe.eval.max_completion_length is not None:
-            key, completion = "eval.max_completion_length", recipe.eval.max_completion_length
-        yield ("eval.dataset.max_prompt_length", key), evaluated.max_prompt_length, completion
+    for task in evaluation_tasks(recipe):
+        own = task.settings.max_completion_length
+        yield (
+            (f"{task.key}.max_prompt_length", key if own is None else task.key_of("max_completion_length")),
+            task.dataset.max_prompt_length,
+            completion if own is None else own,
+        )
 
 
 def expression_is_one(recipe: Recipe) -> Iterable[Finding]:
@@ -306,25 +309,28 @@ def sampling_is_vllms(recipe: Recipe) -> Iterable[Finding]:
     """Not every temperature is drawn with, and two of the filters are taken in the other order than by the trainer."""
     if recipe.vllm.mode is None:
         return
-    sections: list[tuple[str, GenerationSection | EvalSection]] = [("generation", recipe.generation)]
-    if recipe.eval.dataset is not None and recipe.eval.temperature > 0:
-        sections.append(("eval", recipe.eval))
+    yield from _sampled_otherwise("generation.{}".format, recipe.generation)
+    for task in evaluation_tasks(recipe):
+        if task.settings.temperature > 0:
+            yield from _sampled_otherwise(task.key_of, task.settings)
+
+
+def _sampled_otherwise(key_of: Callable[[str], str], section: GenerationSection | EvalSection) -> Iterable[Finding]:
     least, most = TEMPERATURES
-    for key, section in sections:
-        if not least <= section.temperature <= most:
-            yield Finding(
-                keys=(f"{key}.temperature", "vllm.mode"),
-                message=f"found {section.temperature:g}; allowed with vLLM: {least:g} to {most:g}"
-                + (", or 0, which takes the likeliest token" if key == "eval" else ""),
-                hint="leave out `vllm.mode` to sample with the built-in engine",
-            )
-        if section.min_p > 0 and section.top_p < 1:
-            yield Finding(
-                keys=(f"{key}.min_p", f"{key}.top_p", "vllm.mode"),
-                message=f"found {section.min_p:g} beside top_p {section.top_p:g}; allowed with vLLM: one of them, because it takes them "
-                "in the other order, which gives other probabilities than the trainer's",
-                hint="leave out `vllm.mode` to sample with the built-in engine",
-            )
+    if not least <= section.temperature <= most:
+        yield Finding(
+            keys=(key_of("temperature"), "vllm.mode"),
+            message=f"found {section.temperature:g}; allowed with vLLM: {least:g} to {most:g}"
+            + (", or 0, which takes the likeliest token" if isinstance(section, EvalSection) else ""),
+            hint="leave out `vllm.mode` to sample with the built-in engine",
+        )
+    if section.min_p > 0 and section.top_p < 1:
+        yield Finding(
+            keys=(key_of("min_p"), key_of("top_p"), "vllm.mode"),
+            message=f"found {section.min_p:g} beside top_p {section.top_p:g}; allowed with vLLM: one of them, because it takes them "
+            "in the other order, which gives other probabilities than the trainer's",
+            hint="leave out `vllm.mode` to sample with the built-in engine",
+        )
 
 
 VLLM_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (

@@ -18,7 +18,7 @@ _STEP = re.compile(r"(\d+)\.parquet$")
 
 
 class CompletionFiles:
-    """Writes `completions/train-{step}.parquet` and `eval/{step}.parquet`.
+    """Writes `completions/train-{step}.parquet`, and `eval/{step}.parquet` or `eval/{dataset}-{step}.parquet`.
 
     Args:
         output_dir: The run directory.
@@ -38,7 +38,7 @@ class CompletionFiles:
         """
         advantages = [value for values in rollouts.advantages for value in values.tolist()]
         table = completion_table(rollouts.scored, self._reward_names, step=step, advantages=advantages)
-        _write(table, self.train_folder / f"train-{step:06d}.parquet")
+        write_table(table, self.train_folder / f"train-{step:06d}.parquet")
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         """Write what an evaluation sampled.
@@ -46,8 +46,9 @@ class CompletionFiles:
         Raises:
             TrainingError: If the file cannot be written.
         """
-        table = completion_table(evaluation.scored, self._reward_names, step=evaluation.step)
-        _write(table, self.eval_folder / f"{evaluation.step:06d}.parquet")
+        for name, table in evaluation.tables.items():
+            dataset = "" if name is None else f"{name}-"
+            write_table(table, self.eval_folder / f"{dataset}{evaluation.step:06d}.parquet")
 
     def drop_after(self, train_step: int, eval_step: int) -> None:
         """Remove the files of later steps, and those that were never finished.
@@ -132,7 +133,12 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _write(table: pa.Table, path: Path) -> None:
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write a table, complete or not at all.
+
+    Raises:
+        TrainingError: If the file cannot be written.
+    """
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd")
     write_whole(path, buffer.getvalue().to_pybytes())

@@ -17,7 +17,7 @@ class MetricName:
     """One metric.
 
     Attributes:
-        name: As in metrics.jsonl; `{name}` stands for a reward function's name.
+        name: As in metrics.jsonl; `{name}` stands for a reward function's name, `{k}` for a number of completions.
         unit: What the number counts.
         over: What it is a sum, mean, minimum or maximum over.
         meaning: One or two sentences, for the README.
@@ -30,7 +30,7 @@ class MetricName:
 
 
 TABLE: tuple[MetricName, ...] = (
-    MetricName("reward", "reward", "mean over completions", "Weighted sum of the rewards. A reward that did not apply adds nothing; a completion without any is left out."),
+    MetricName("reward", "reward", "mean over completions", "Weighted sum of the rewards. A reward that did not apply adds nothing; a completion without any is left out. Where `eval.datasets` names several, `eval/reward` is the mean of theirs."),
     MetricName("reward_std", "reward", "over completions", "Standard deviation of `reward` over all completions of the generation."),
     MetricName("frac_reward_zero_std", "share", "mean over groups", "Groups whose completions all got the same reward: they teach nothing."),
     MetricName("reward/{name}/mean", "reward", "mean over completions", "One reward function, unweighted, where it applied."),
@@ -39,6 +39,9 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("reward/{name}/repeated_calls", "calls", "sum", "Calls that were made again because of `retries`."),
     MetricName("rewards/failed_prompts", "prompts", "sum", "Prompts that a reward function failed on (`rewards.on_error: drop` or `value`)."),
     MetricName("rewards/dropped_prompts", "prompts", "sum", "Prompts left out because a reward function failed (`rewards.on_error: drop`)."),
+    MetricName("avg@{k}", "share", "mean over completions", "Correct completions (`eval.success`), of k for each prompt. This and the next two only in evaluations, and only where it can be told which completions are correct."),
+    MetricName("pass@{k}", "share", "mean over prompts", "Chance that at least one of k completions is correct, by the unbiased estimate from all completions of the prompt ([2107.03374](https://arxiv.org/abs/2107.03374)); for k = 1, 2, 4, ... up to `eval.num_generations`."),
+    MetricName("maj@{k}", "share", "mean over prompts", "Prompts whose most frequent answer is correct, a tie counting in parts. Only where the answers are known (`eval.answer_column`, `eval.answer_function`)."),
     MetricName("loss", "loss", "sum over micro-batches", "The objective. Its size says little: see the FAQ."),
     MetricName("policy_loss", "loss", "sum over micro-batches", "The objective without the entropy bonus. Only with `grpo.entropy_coef`."),
     MetricName("grad_norm", "norm", "per step", "Norm of the gradient before clipping."),
@@ -95,11 +98,13 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("sync/bytes", "bytes", "sum", "Size of the weights handed over. Only with vLLM: the built-in engine samples from the trainer's own."),
 )  # fmt: skip  # one metric a line
 
-_PATTERNS = tuple(re.compile(re.escape(metric.name).replace(r"\{name\}", ".+")) for metric in TABLE)
+_PATTERNS = tuple(
+    re.compile(re.escape(metric.name).replace(r"\{name\}", ".+").replace(r"\{k\}", r"\d+")) for metric in TABLE
+)
 
 
 def find(name: str) -> MetricName | None:
-    """Look up a metric, with or without `eval/` in front; None for one that a reward function logged."""
+    """Look up a metric, with or without `eval/` or `eval/{dataset}/` in front; None for one that a reward function logged."""
     rank = _rank(name)
     return TABLE[rank] if rank < len(TABLE) else None
 
@@ -111,7 +116,16 @@ def in_table_order(names: Iterable[str]) -> list[str]:
 
 def _rank(name: str) -> int:
     bare = name.removeprefix(EVALUATION_PREFIX)
-    return next((rank for rank, pattern in enumerate(_PATTERNS) if pattern.fullmatch(bare)), len(TABLE))
+    rank = _bare_rank(bare)
+    if rank == len(TABLE) and bare != name:
+        return _bare_rank(bare.partition("/")[2])  # of a dataset with a name
+    return rank
+
+
+def _bare_rank(name: str) -> int:
+    """Look for a name as it is; of rows that it fits, the one that says most of it: `time/reward/{name}/max` ends as a function's name may."""
+    fitting = (rank for rank, pattern in enumerate(_PATTERNS) if pattern.fullmatch(name))
+    return max(fitting, key=lambda rank: len(TABLE[rank].name), default=len(TABLE))
 
 
 def metric_table() -> str:

@@ -110,16 +110,22 @@ def highlights(numbers: Mapping[str, float]) -> Text:
 def evaluation_line(step: int, numbers: Mapping[str, float]) -> Text:
     """Write the metrics of an evaluation that matter most on one line."""
     bare = {name.removeprefix("eval/"): value for name, value in numbers.items()}
-    rewards = [
-        (name.split("/")[1], value)
-        for name, value in bare.items()
-        if name.startswith("reward/") and name.endswith("/mean")
-    ]
+    rewards = [(whose, value) for name, value in bare.items() if (whose := _rewarded(name)) is not None]
     line = Text(f"evaluation at step {step}  ", style="bold").append(highlights(bare))
     if len(rewards) > 1:
         for name, value in rewards:
             line.append(f"  {visible(name)} ", style="dim").append(short(value))
     return line
+
+
+def _rewarded(name: str) -> str | None:
+    """Say whose reward a metric is: a reward function's, or that of all completions of a dataset with a name; None: neither."""
+    match name.split("/"):
+        case ["reward", function, "mean"]:
+            return function
+        case [dataset, "reward"]:
+            return dataset
+    return None
 
 
 def plain_text(text: str) -> Text:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
 from torch import Tensor
 
 from grpo_cli.types import ScoredGroup
@@ -28,9 +29,9 @@ class Evaluation:
     Attributes:
         step: Optimizer steps done when it was made; 0 before the first.
         metrics: Numbers by name, `eval/` in front.
-        scored: The groups; they have no advantages.
+        tables: Every completion, by dataset; None stands for one that has no name.
     """
 
     step: int
     metrics: Mapping[str, float]
-    scored: Sequence[ScoredGroup]
+    tables: Mapping[str | None, pa.Table]

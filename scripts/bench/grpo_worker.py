@@ -25,7 +25,7 @@ from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.generation import generate
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.prompts import HeldOutPrompts, load_prompts
+from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.settings import loop_settings
@@ -239,7 +239,7 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
         strategy=Replicas(processes),
         tokenizer=tokenizer,
         prompts=prompts,
-        held_out=HeldOutPrompts(),
+        held_out=(),
         scorer=RewardScorer(rewards),
         length=run_length(recipe.train, recipe.grpo, rows=prompts.source.rows_per_epoch),
     )

@@ -125,6 +125,7 @@ class MadeUpScorer:
 
     scores: Scores
     names: tuple[str, ...] = REWARDS
+    descriptions: tuple[str, ...] = ()
 
     def score(self, *_: Any) -> Scores:
         """Give them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "wandb"}
+HEAVY = {"torch", "transformers", "datasets", "accelerate", "numpy", "scipy", "pandas", "peft", "wandb"}
 
 PROBE = """\
 import json, sys
@@ -34,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("check", "--help"), ("train", "--help"), ("check", "recipe.yaml")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("check", "--help"), ("train", "--help"), ("eval", "--help"), ("check", "recipe.yaml")]
+)
 def test_nothing_heavy_is_imported(arguments: tuple[str, ...], folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=60

@@ -49,6 +49,18 @@ class Counting:
 
     def load_state_dict(self, state):
         self.calls = state["calls"]
+
+
+def early(completions, log_extra, log_metric, **_):
+    """1 for completions whose first letter, which is the answer, is an early one."""
+    answers = [text[:1].lower() or None for text in completions]
+    log_extra("answer", answers)
+    log_metric("answered", sum(answer is not None for answer in answers) / len(answers))
+    return [float(answer is not None and answer < "m") for answer in answers]
+
+
+def first_letter(text):
+    return text[:1].lower() or None
 '''
 
 
@@ -101,9 +113,10 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 def timeless(output: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl without what a clock and the kernel say."""
-    clocks = ("time/", "memory/", "processes/imbalance", "step_time", "tokens_per_second", "eval/time/")
+    clocks = ("time/", "memory/", "processes/imbalance", "step_time", "tokens_per_second")
     return [
-        {name: value for name, value in record.items() if not name.startswith(clocks)} for record in records(output)
+        {name: value for name, value in record.items() if not name.startswith(clocks) and "/time/" not in name}
+        for record in records(output)
     ]
 
 

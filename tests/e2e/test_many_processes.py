@@ -36,7 +36,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
-    "evaluated": {"eval.dataset.name": "data.jsonl", "eval.every": 2},
+    "evaluated": {
+        "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early]}, all: {name: data.jsonl}}",
+        "eval.num_generations": 2,
+        "eval.temperature": 1,
+        "eval.every": 2,
+        "eval.best_metric": "eval/letters/maj@2",  # of answers that only the main process is told
+    },
 }
 
 

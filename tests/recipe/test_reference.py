@@ -44,6 +44,8 @@ def test_every_section_has_a_table() -> None:
         "vllm",
         "train",
         "eval",
+        "eval.datasets.NAME",
+        "eval.success",
         "distributed",
         "logging",
     ]
@@ -63,6 +65,13 @@ def test_every_section_has_a_table() -> None:
         "batch_size",
         "max_length",
     }
+
+
+def test_a_section_does_not_repeat_the_keys_that_it_has_from_another() -> None:
+    named = rows_of("`eval.datasets.NAME`")
+    assert "reward_funcs" in named
+    assert "split" in rows_of("`dataset`")
+    assert "split" not in named
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:

@@ -40,12 +40,16 @@ def test_training_completions_read_back_with_their_rewards_and_advantages(tmp_pa
     }
 
 
-def test_evaluation_completions_lie_apart_and_have_no_advantage(tmp_path: Path, make_scored: Maker) -> None:
-    evaluation = Evaluation(step=0, metrics={"eval/reward": 1.0}, scored=[make_scored(["a"], [[1.0]])])
-    CompletionFiles(tmp_path, ["length"]).write_evaluation(evaluation)
-    table = pq.read_table(tmp_path / "eval" / "000000.parquet")
-    assert "advantage" not in table.column_names
-    assert table["reward/length"].to_pylist() == [1.0]
+def test_evaluation_completions_lie_apart_by_dataset_and_have_no_advantage(tmp_path: Path, make_scored: Maker) -> None:
+    tables = {
+        name: completion_table([make_scored(["a"], [[value]])], ["length"], step=10)
+        for name, value in ((None, 1.0), ("math", 0.5))
+    }
+    CompletionFiles(tmp_path, ["other"]).write_evaluation(Evaluation(step=10, metrics={}, tables=tables))
+    for name, value in (("000010", 1.0), ("math-000010", 0.5)):
+        table = pq.read_table(tmp_path / "eval" / f"{name}.parquet")
+        assert "advantage" not in table.column_names
+        assert table["reward/length"].to_pylist() == [value]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,10 @@ def test_the_same_completions_give_the_same_bytes(tmp_path: Path, make_scored: M
 def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(tmp_path: Path) -> None:
     names = {
         "completions": ["train-000009.parquet", "train-000010.parquet", "train-1000000.parquet", "notes.txt"],
-        "eval": ["000000.parquet", "000010.parquet", "000020.parquet", ".writing-000010.parquet"],
+        "eval": [
+            *("000000.parquet", "000010.parquet", "000020.parquet", ".writing-000010.parquet"),
+            *("aime-2024-000000.parquet", "aime-2024-000010.parquet"),
+        ],
     }
     for folder, files in names.items():
         (tmp_path / folder).mkdir()
@@ -113,7 +120,7 @@ def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(t
     left = {folder: sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in names}
     assert left == {
         "completions": ["notes.txt", "train-000009.parquet", "train-000010.parquet"],
-        "eval": ["000000.parquet"],
+        "eval": ["000000.parquet", "aime-2024-000000.parquet"],
     }
 
 

@@ -21,9 +21,14 @@ def test_names_are_sorted_as_in_the_table_and_unknown_ones_come_last() -> None:
 
 def test_every_row_is_found_by_its_own_name_and_by_no_other_row() -> None:
     for row in TABLE:
-        assert find(row.name.replace("{name}", "length")) is row
-        assert find("eval/" + row.name.replace("{name}", "length")) is row
+        name = row.name.replace("{name}", "length").replace("{k}", "16")
+        assert find(name) is row
+        assert find(f"eval/{name}") is row
+        assert find(f"eval/math/{name}") is row
+        assert find(f"math/{name}") is None
     assert find("my_metric") is None
+    assert find("eval/math/my_metric") is None
+    assert find("pass@many") is None
     assert len({row.name for row in TABLE}) == len(TABLE)
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from grpo_cli.errors import RecipeError, TrainingError
 from grpo_cli.metrics import Max, Mean, MetricValue, Sum
 from grpo_cli.recipe.schema import LoggingSection
+from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.console import open_view
 from grpo_cli.telemetry.recorder import Evaluation, Recorder, Rollouts, RunSummary, step_numbers
 from grpo_cli.types import ScoredGroup, StepReport
@@ -39,6 +40,11 @@ def make_recorder(tmp_path: Path, plain_console: Console) -> RecorderMaker:
 
 def _report(step: int, **metrics: MetricValue) -> StepReport:
     return StepReport(step=step, metrics=metrics, seconds={"forward_backward": 1.5, "step": 2.0})
+
+
+def _tables(rollouts: Rollouts) -> dict[str | None, Any]:
+    """Give completions as an evaluation of a dataset without a name has them."""
+    return {None: completion_table(rollouts.scored, ["length"], step=0)}
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -94,10 +100,10 @@ def test_a_run_leaves_one_object_per_step_and_evaluation_and_a_file_per_generati
     recorder = make_recorder()
     rollouts = Rollouts(scored=[make_scored("ab", [[0.0], [1.0]])], advantages=[torch.tensor([-1.0, 1.0])])
     evaluation = {"eval/reward": 0.5, "eval/reward/length/mean": math.nan}
-    recorder.record_evaluation(Evaluation(step=0, metrics=evaluation, scored=rollouts.scored))
+    recorder.record_evaluation(Evaluation(step=0, metrics=evaluation, tables=_tables(rollouts)))
     recorder.record_step(_report(1, reward=Mean(1, 2)), rollouts)
     recorder.record_step(_report(2, loss=Sum(0.1)))
-    recorder.record_evaluation(Evaluation(step=2, metrics=evaluation, scored=rollouts.scored))
+    recorder.record_evaluation(Evaluation(step=2, metrics=evaluation, tables=_tables(rollouts)))
     recorder.close()
     assert _tree(tmp_path) == [
         "completions/train-000001.parquet",
@@ -118,9 +124,9 @@ def test_completions_are_not_written_when_they_are_not_wanted(
     make_recorder: RecorderMaker, make_scored: Maker, tmp_path: Path
 ) -> None:
     recorder = make_recorder(log_completions=False)
-    groups = [make_scored("ab", [[0.0], [1.0]])]
-    recorder.record_step(_report(1), Rollouts(scored=groups, advantages=[torch.zeros(2)]))
-    recorder.record_evaluation(Evaluation(step=1, metrics={"eval/reward": 0.5}, scored=groups))
+    rollouts = Rollouts(scored=[make_scored("ab", [[0.0], [1.0]])], advantages=[torch.zeros(2)])
+    recorder.record_step(_report(1), rollouts)
+    recorder.record_evaluation(Evaluation(step=1, metrics={"eval/reward": 0.5}, tables=_tables(rollouts)))
     assert _tree(tmp_path) == ["metrics.jsonl"]
 
 
@@ -141,11 +147,11 @@ def test_a_resume_forgets_what_will_be_done_again_and_nothing_else(
 ) -> None:
     killed = make_recorder()
     rollouts = Rollouts(scored=[make_scored("ab", [[0.0], [1.0]])], advantages=[torch.zeros(2)])
-    killed.record_evaluation(Evaluation(step=0, metrics={"eval/reward": 0.0}, scored=rollouts.scored))
+    killed.record_evaluation(Evaluation(step=0, metrics={"eval/reward": 0.0}, tables=_tables(rollouts)))
     for step in (1, 2, 3):
         killed.record_step(_report(step), rollouts)
         if step >= 2:
-            killed.record_evaluation(Evaluation(step=step, metrics={"eval/reward": 0.0}, scored=rollouts.scored))
+            killed.record_evaluation(Evaluation(step=step, metrics={"eval/reward": 0.0}, tables=_tables(rollouts)))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
 
@@ -166,7 +172,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_an_empty_record(
     make_recorder: RecorderMaker, tmp_path: Path
 ) -> None:
     killed = make_recorder()
-    killed.record_evaluation(Evaluation(step=0, metrics={"eval/reward": 0.0}, scored=[]))
+    killed.record_evaluation(Evaluation(step=0, metrics={"eval/reward": 0.0}, tables={}))
     killed.record_step(_report(1))
     make_recorder().resume_at(0, evaluated=False)
     assert _records(tmp_path) == []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from grpo_cli.recipe.schema.dataset import DatasetSection
 from grpo_cli.recipe.schema.distributed import DistributedSection
-from grpo_cli.recipe.schema.eval import EvalSection
+from grpo_cli.recipe.schema.eval import EvalDatasetSection, EvalSection, SuccessSection
 from grpo_cli.recipe.schema.generation import GenerationSection
 from grpo_cli.recipe.schema.grpo import GrpoSection
 from grpo_cli.recipe.schema.logging import LoggingSection
@@ -17,6 +17,7 @@ from grpo_cli.recipe.schema.vllm import VllmSection
 __all__ = [
     "DatasetSection",
     "DistributedSection",
+    "EvalDatasetSection",
     "EvalSection",
     "GenerationSection",
     "GrpoSection",
@@ -26,6 +27,7 @@ __all__ = [
     "Recipe",
     "RewardFunction",
     "RewardsSection",
+    "SuccessSection",
     "TrainSection",
     "VllmSection",
 ]
@@ -43,6 +45,6 @@ class Recipe:
     generation: GenerationSection = option(factory=GenerationSection, help="Sampling.")
     vllm: VllmSection = option(factory=VllmSection, help="The rollout engine, if it is vLLM.")
     train: TrainSection = option(factory=TrainSection, help="The loop.")
-    eval: EvalSection = option(factory=EvalSection, help="Evaluation during training.")
+    eval: EvalSection = option(factory=EvalSection, help="Evaluation.")
     distributed: DistributedSection = option(factory=DistributedSection, help="Several processes.")
     logging: LoggingSection = option(factory=LoggingSection, help="What is shown and recorded.")

@@ -1,0 +1,160 @@
+"""Which model `--model` means, and how it is loaded with a recipe that names another one."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.model_folder import model_folder
+from grpo_cli.errors import ModelError
+from grpo_cli.recipe.schema import LoraSection, ModelSection, Recipe
+from grpo_cli.recipe.suggest import did_you_mean
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedModel:
+    """A model to evaluate.
+
+    Attributes:
+        label: Names it in tables and folders.
+        name: What was found: a folder, or a name of the hub.
+        section: What is loaded.
+        adapters: Folder of the adapters that come on top of it; None: none do.
+    """
+
+    label: str
+    name: str
+    section: ModelSection
+    adapters: Path | None
+
+
+def evaluated_models(given: Sequence[str], recipe: Recipe) -> list[EvaluatedModel]:
+    """Find the models that `--model` names; the recipe's if it is not given.
+
+    Args:
+        given: Run directories, checkpoints, folders of models or adapters, GGUF files, `package://module/file` or hub ids; `final`, `best`
+            or the name of a checkpoint means that of the recipe's own run.
+        recipe: Whose settings they are loaded with.
+
+    Raises:
+        ModelError: If a path does not exist, or adapters are of a kind that is not known here.
+        CheckpointError: If a folder holds no model.
+    """
+    found = [_found(name, recipe) for name in given] or [_of_recipe(recipe)]
+    counts = Counter(model.label for model in found)
+    return [
+        model
+        if counts[model.label] == 1
+        else replace(model, label=f"{model.label}-{hashlib.sha256(model.name.encode()).hexdigest()[:6]}")
+        for model in found
+    ]
+
+
+def _of_recipe(recipe: Recipe) -> EvaluatedModel:
+    name = recipe.model.name_or_path
+    section = replace(recipe.model, lora=None)  # adapters that nobody trained change nothing
+    return EvaluatedModel(label=_label(name), name=name, section=section, adapters=None)
+
+
+def _found(given: str, recipe: Recipe) -> EvaluatedModel:
+    path = _local(given, Path(recipe.train.output_dir).expanduser())
+    if path is None:
+        return EvaluatedModel(
+            label=_label(given),
+            name=given,
+            section=replace(recipe.model, name_or_path=given, revision=None, tokenizer_name_or_path=None, lora=None),
+            adapters=None,
+        )
+    folder = model_folder(path, prefers_best=True).resolve() if path.is_dir() else path.resolve()
+    own = recipe.model.tokenizer_name_or_path or recipe.model.name_or_path
+    tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else own
+    section = replace(
+        recipe.model,
+        name_or_path=str(folder),
+        revision=None,
+        tokenizer_name_or_path=None if folder.suffix == ".gguf" else tokenizer,
+        lora=None,
+    )
+    adapters = folder / ADAPTER_CONFIG
+    if adapters.is_file():
+        section = _with_adapters(section, json.loads(adapters.read_text(encoding="utf-8")), folder)
+    return EvaluatedModel(
+        label=_label_of_folder(folder),
+        name=str(folder),
+        section=section,
+        adapters=folder if adapters.is_file() else None,
+    )
+
+
+def _local(given: str, output_dir: Path) -> Path | None:
+    """Find what lies on this machine; None: it can only be a name of the hub, or of a package's resource.
+
+    Raises:
+        ModelError: If it is a path of something that is not there.
+    """
+    path = Path(given).expanduser()
+    if path.exists():
+        return path
+    own = _of_run(given, output_dir)
+    if own is not None:
+        return own
+    is_path = given.startswith((".", "/", "~")) or given.count("/") > 1 or given.endswith(".gguf")
+    if "://" in given or not is_path:
+        return None
+    neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ModelError(
+        f"--model: {given} does not exist",
+        hint=did_you_mean(path.name, neighbours)
+        or "name a run directory, a checkpoint, a folder with config.json, or a hub id such as Qwen/Qwen2-0.5B-Instruct",
+    )
+
+
+def _of_run(given: str, output_dir: Path) -> Path | None:
+    """Find a model of the recipe's own run by its short name."""
+    if given == "best":
+        store = CheckpointStore(output_dir / "checkpoints", keep=1)
+        return None if store.best is None else store.path(store.best.step)
+    for place in (output_dir / given, output_dir / "checkpoints" / given):
+        if (given == "final" or given.startswith("step-")) and place.is_dir():
+            return place
+    return None
+
+
+def _with_adapters(section: ModelSection, settings: dict[str, Any], folder: Path) -> ModelSection:
+    """Say how the model below is loaded, and how adapters are put on it."""
+    targets = settings.get("target_modules")
+    if settings.get("peft_type") != "LORA" or not isinstance(targets, list):
+        raise ModelError(
+            f"--model: {folder} holds adapters of a kind that is not known here",
+            hint="merge them into their model with `grpo export --merge`, and evaluate that",
+        )
+    lora = LoraSection(
+        r=settings["r"],
+        alpha=float(settings["lora_alpha"]),
+        target_modules=sorted(targets),
+        use_rslora=bool(settings.get("use_rslora", False)),
+    )
+    name = settings["base_model_name_or_path"]
+    return replace(section, name_or_path=name, revision=settings.get("revision"), lora=lora)
+
+
+def _label(name: str) -> str:
+    """Name a model of the hub, or of a package, by what a folder can be called."""
+    if "://" in name or name.startswith((".", "/", "~")):
+        name = name.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def _label_of_folder(folder: Path) -> str:
+    """Name a model by its folder, and one of a run by the run's name too."""
+    checkpoint = folder.parent if folder.name == "model" else folder
+    if checkpoint.name.startswith("step-"):
+        return _label(f"{checkpoint.parent.parent.name}-{checkpoint.name}")
+    return _label(f"{folder.parent.name}-final" if folder.name == "final" else folder.name)

@@ -1,0 +1,87 @@
+"""An evaluation as plain data, for eval.json and for tables."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_cli.evaluation.intervals import Interval, difference, interval
+from grpo_cli.evaluation.measures import Measure
+from grpo_cli.evaluation.question import Results
+
+
+def dataset_report(results: Results, *, seed: int) -> dict[str, Any]:
+    """Write the metrics of a dataset with their intervals. JSON has no NaN: null stands where there is nothing to tell."""
+    sheet = results.sheet
+    notes = [results.success.note] if results.success.note is not None else []
+    if results.success.values is not None and sheet.answers is None:
+        notes.append(
+            "no reward function logs the answers (eval.answer_column), and eval.answer_function is not set: no majority vote"
+        )
+    return {
+        "prompts": len(sheet.uids),
+        "completions": sheet.lengths.size,
+        "num_generations": sheet.num_generations,
+        "notes": notes,
+        "metrics": _estimates(results.metrics, seed),
+        "subsets": {
+            name: _estimates({metric: one.select(prompts) for metric, one in results.metrics.items()}, seed)
+            for name, prompts in results.subsets.items()
+        },
+    }
+
+
+def compared(ours: Results, theirs: Results, *, seed: int) -> dict[str, Any]:
+    """Write by how much each metric is larger than another model's, over the prompts that both have.
+
+    Args:
+        ours: Of one model.
+        theirs: Of the model that it is compared with.
+        seed: Of the intervals.
+    """
+    numbers = {uid: number for number, uid in enumerate(theirs.sheet.uids)}
+    both = {number: numbers[uid] for number, uid in enumerate(ours.sheet.uids) if uid in numbers}
+    return {
+        "prompts": len(both),
+        "metrics": _differences(ours, theirs, both, seed=seed),
+        "subsets": {
+            name: _differences(ours, theirs, {one: both[one] for one in prompts if one in both}, seed=seed)
+            for name, prompts in ours.subsets.items()
+        },
+    }
+
+
+def _differences(ours: Results, theirs: Results, pairs: Mapping[int, int], *, seed: int) -> dict[str, Any]:
+    """Compare all metrics that both have on some prompts, given by their numbers there and here."""
+    found = {
+        name: difference(measure.select([*pairs]), theirs.metrics[name].select([*pairs.values()]), seed=seed)
+        for name, measure in ours.metrics.items()
+        if name in theirs.metrics
+    }
+    return {
+        name: _told({"value": one.value, **_bounds(one.interval), "prompts": one.prompts})
+        for name, one in found.items()
+    }
+
+
+def _estimates(found: Mapping[str, Measure], seed: int) -> dict[str, Any]:
+    return {
+        name: _told(
+            {
+                "value": measure.value,
+                **_bounds(interval(measure, seed=seed)),
+                "prompts": int((measure.counts > 0).sum()),
+                "count": int(measure.counts.sum()),
+            }
+        )
+        for name, measure in found.items()
+    }
+
+
+def _bounds(found: Interval | None) -> dict[str, float | None]:
+    return {"low": None, "high": None} if found is None else {"low": found[0], "high": found[1]}
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
