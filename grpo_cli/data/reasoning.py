@@ -188,5 +188,5 @@ def _row(entry: Mapping[str, Any], instruction: str | None) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": question}],
         "task": entry["task"],
         "answer": entry["answer"],
-        "entry": json.dumps(entry),
+        "entry": json.dumps(entry, default=str),  # fractions and dates of some tasks, which their scorers do not read
     }

@@ -62,7 +62,7 @@ def test_an_instruction_stands_after_each_question() -> None:
 
 
 def test_equal_arguments_give_equal_rows_in_every_process() -> None:
-    arguments = {"tasks": MIXED, "size": 60, "seed": 3}
+    arguments: dict[str, Any] = {"tasks": MIXED, "size": 60, "seed": 3}
     rows = list(questions(**arguments))
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, json.dumps(arguments)]
