@@ -6,11 +6,16 @@ scored. A reply is `{"score": ...}`, or `{"problem": ...}` if the entry is of no
 
 import contextlib
 import json
+import resource
 import sys
 from functools import lru_cache
 from typing import Any
 
+import psutil
 from reasoning_gym import create_dataset
+
+_BYTES = 4 * 2**30
+"""What scoring may take of memory: some scorers evaluate an answer as Python, and `"a" * 10**12` is short enough to write."""
 
 
 @lru_cache(maxsize=256)
@@ -29,8 +34,16 @@ def _reply(entry: dict[str, Any], answer: str) -> dict[str, Any]:
         return {"score": 0.0}
 
 
+def _limit_memory() -> None:
+    limit = psutil.Process().memory_info().vms + _BYTES
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
 def main() -> None:
     """Answer until there is no question left."""
+    _limit_memory()
     protocol = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # a scorer that prints must not be taken for its score
         print(json.dumps("ready"), file=protocol, flush=True)

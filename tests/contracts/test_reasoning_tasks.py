@@ -15,8 +15,7 @@ TASKS = (
 
 @needs_reasoning_gym
 def test_a_tasks_own_answers_are_right_and_others_are_not() -> None:
-    rows = list(questions(tasks=dict.fromkeys(TASKS), size=100))
-    assert {row["task"] for row in rows} == set(TASKS)
+    rows = [row for task in TASKS for row in questions(tasks={task: None}, size=4)]
     entries = [row["entry"] for row in rows]
     answers = [f"It must be this: <answer>{row['answer']}</answer>" for row in rows]
     assert correct(completions=answers, entry=entries) == [1.0] * len(rows)

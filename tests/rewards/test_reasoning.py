@@ -103,6 +103,13 @@ def test_an_answer_that_breaks_or_outlasts_its_scorer_is_wrong() -> None:
         process.close()
 
 
+def test_an_answer_that_is_evaluated_gets_some_memory_and_no_more() -> None:
+    """N-queens gives 0.5 to an answer that evaluates to a right board (reasoning_gym/games/n_queens.py)."""
+    queens = entry("n_queens", "Q", valid_answers=["Q"])
+    texts = [f"[['Q']] if bytes({size}) else None" for size in (2**20, 8 * 2**30)]
+    assert score(completions=texts, entry=[queens] * 2, extraction="text") == [0.5, 0.0]
+
+
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it were not there
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'grpo-cli\[reasoning\]'"):
