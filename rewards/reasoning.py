@@ -1,7 +1,7 @@
 r"""Rewards on the answers to generated reasoning tasks, by the tasks' own scorers.
 
 They read the column `entry` of `grpo_cli.data.reasoning.questions`; None where a row has none. Scorers run in a process of their
-own, with a time limit that no answer can outrun.
+own, with a time limit that no answer can outrun, and with the rights of the run: some of them evaluate an answer as Python.
 """
 
 import json
@@ -92,7 +92,7 @@ def _score(entry: str, answer: str | None) -> float:
     if answer is None:
         return 0.0
     found = _SCORERS.ask({"entry": json.loads(entry), "answer": answer})
-    if found is None:  # it could not be scored in time
+    if found is None:  # it could not be scored in time, or ended the process
         return 0.0
     if "problem" in found:
         raise ValueError(found["problem"])

@@ -1,7 +1,8 @@
 """The process behind `rewards.reasoning`: one question a line on stdin, one reply a line on stdout, both JSON.
 
 A question is `{"entry": ..., "answer": ...}`: what `grpo_cli.data.reasoning` put into the column `entry`, and the answer to be
-scored. A reply is `{"score": ...}`, or `{"problem": ...}` if the entry is of no task. It stands alone and is run as a script. It ends when stdin does.
+scored. A reply is `{"score": ...}`, or `{"problem": ...}` if the entry is of no task. It stands alone and is run as a script. It
+ends when stdin does.
 """
 
 import contextlib

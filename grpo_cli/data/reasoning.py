@@ -164,7 +164,7 @@ def _distinct(task: _Task, *, seed: int, held_out: bool) -> Iterator[Mapping[str
     for entry in task.entries(seed):
         digest = _digest(entry["question"])
         idle += 1
-        if (digest % _HELD_OUT == 0) is held_out and digest not in seen:
+        if (digest % _HELD_OUT == 0) == held_out and digest not in seen:
             seen.add(digest)
             idle = 0
             yield {"task": task.name, "configuration": task.configuration, **entry}
