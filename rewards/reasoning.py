@@ -1,7 +1,7 @@
 r"""Rewards on the answers to generated reasoning tasks, by the tasks' own scorers.
 
 They read the column `entry` of `grpo_cli.data.reasoning.questions`; None where a row has none. Scorers run in a process of their
-own, with a time limit that no answer can outrun, and with the rights of the run: some of them evaluate an answer as Python.
+own, with a time limit that no answer can outrun, and with the rights of the run: tasks whose scorers run an answer as Python are refused.
 """
 
 import json
@@ -17,6 +17,14 @@ from rewards.text import Completion, text_of
 Extraction = Literal["tags", "boxed", "number", "text"]
 """Where the answer stands: in the last `<answer>...</answer>` or `\\boxed{...}`, the last number, or all of the text."""
 
+EVALUATING = frozenset(
+    {
+        *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "puzzle24"),
+        *("polynomial_multiplication", "simple_integration", "intermediate_integration"),
+    }
+)
+"""Tasks whose scorers run an answer as Python, directly or by sympy (reasoning-gym 0.1.25)."""
+
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"(?<!\w)-?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -28,6 +36,7 @@ def correct(
     entry: Sequence[str | None],
     *,
     extraction: Extraction = "tags",
+    allow_unconfined: bool = False,
     log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
@@ -42,13 +51,14 @@ def correct(
         entry: What the scorers need, as JSON; None for rows of another kind.
         extraction: Where the answer stands: `tags` (the last `<answer>...</answer>`), `boxed` (the last `\boxed{...}`), `number` (the last
             number, without commas between thousands), or `text` (all of it).
+        allow_unconfined: Score tasks of `EVALUATING`, too. Only where what a model writes may do no harm.
         log_extra: Takes the column of answers.
 
     Raises:
-        ValueError: If `extraction` is none of these, or reasoning-gym has no such task.
+        ValueError: If `extraction` is none of these, reasoning-gym has no such task, or its scorer would run the answer.
         ModuleNotFoundError: If reasoning-gym is not installed.
     """
-    scores = score(completions, entry, extraction=extraction, log_extra=log_extra)
+    scores = score(completions, entry, extraction=extraction, allow_unconfined=allow_unconfined, log_extra=log_extra)
     return [None if each is None else float(each >= 1) for each in scores]
 
 
@@ -57,6 +67,7 @@ def score(
     entry: Sequence[str | None],
     *,
     extraction: Extraction = "tags",
+    allow_unconfined: bool = False,
     log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
@@ -70,6 +81,7 @@ def score(
         completions: As in `correct`.
         entry: As in `correct`.
         extraction: As in `correct`.
+        allow_unconfined: As in `correct`.
         log_extra: As in `correct`.
 
     Raises:
@@ -83,15 +95,24 @@ def score(
     answers = [_EXTRACTIONS[extraction](text_of(completion)) for completion in completions]
     if log_extra is not None:
         log_extra("answer", answers)
-    return [
-        None if question is None else _score(question, answer) for question, answer in zip(entry, answers, strict=True)
-    ]
+    entries = [None if one is None else json.loads(one) for one in entry]
+    if not allow_unconfined:
+        _refuse_evaluating({one["task"] for one in entries if one is not None})
+    return [None if one is None else _score(one, answer) for one, answer in zip(entries, answers, strict=True)]
 
 
-def _score(entry: str, answer: str | None) -> float:
+def _refuse_evaluating(tasks: set[str]) -> None:
+    for task in sorted(tasks & EVALUATING):
+        raise ValueError(
+            f"the scorer of {task!r} runs an answer as Python, with the rights of this process; allowed with `allow_unconfined: true`, "
+            "where what a model writes may do no harm"
+        )
+
+
+def _score(entry: Mapping[str, Any], answer: str | None) -> float:
     if answer is None:
         return 0.0
-    found = _SCORERS.ask({"entry": json.loads(entry), "answer": answer})
+    found = _SCORERS.ask({"entry": entry, "answer": answer})
     if found is None:  # it could not be scored in time, or ended the process
         return 0.0
     if "problem" in found:

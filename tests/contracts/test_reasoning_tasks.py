@@ -18,7 +18,7 @@ def test_a_tasks_own_answers_are_right_and_others_are_not() -> None:
     rows = [row for task in TASKS for row in questions(tasks={task: None}, size=4)]
     entries = [row["entry"] for row in rows]
     answers = [f"It must be this: <answer>{row['answer']}</answer>" for row in rows]
-    assert correct(completions=answers, entry=entries) == [1.0] * len(rows)
+    assert correct(completions=answers, entry=entries, allow_unconfined=True) == [1.0] * len(rows)
     wrong = ["<answer>I do not know</answer>"] * len(rows)
-    assert correct(completions=wrong, entry=entries) == [0.0] * len(rows)
-    assert all(each is not None and each < 1 for each in score(completions=wrong, entry=entries))
+    assert correct(completions=wrong, entry=entries, allow_unconfined=True) == [0.0] * len(rows)
+    assert all(each is not None and each < 1 for each in score(completions=wrong, entry=entries, allow_unconfined=True))

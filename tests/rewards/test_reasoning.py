@@ -107,7 +107,16 @@ def test_an_answer_that_is_evaluated_gets_some_memory_and_no_more() -> None:
     """N-queens gives 0.5 to an answer that evaluates to a right board (reasoning_gym/games/n_queens.py)."""
     queens = entry("n_queens", "Q", valid_answers=["Q"])
     texts = [f"[['Q']] if bytes({size}) else None" for size in (2**20, 8 * 2**30)]
-    assert score(completions=texts, entry=[queens] * 2, extraction="text") == [0.5, 0.0]
+    assert score(completions=texts, entry=[queens] * 2, extraction="text", allow_unconfined=True) == [0.5, 0.0]
+
+
+def test_an_answer_is_not_evaluated_unasked() -> None:
+    queens = entry("n_queens", "Q", valid_answers=["Q"])
+    for function in (correct, score):
+        with pytest.raises(
+            ValueError, match=r"the scorer of 'n_queens' runs an answer as Python.*allow_unconfined: true"
+        ):
+            function(completions=["[['Q']]"], entry=[queens], extraction="text")
 
 
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
