@@ -133,7 +133,10 @@ def _check_failures(scores: Scores, settings: LoopSettings, *, step: int) -> Non
     allowed = (
         "" if failed == prompts else f"; `rewards.failure_budget` allows less than {settings.failure_budget:g} of them"
     )
-    raise TrainingError(f"step {step}: a reward function failed on {on}{allowed}", hint="; ".join(scores.problems[:1]))
+    raise TrainingError(
+        f"step {step}: a reward function failed on {on}{allowed}",
+        hint="; ".join([*scores.problems[:1], "rewards.failure_budget says on how many prompts they may fail"]),
+    )
 
 
 def _draw(stages: Stages, count: int) -> list[Prompt]:

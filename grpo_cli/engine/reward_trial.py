@@ -143,9 +143,8 @@ def _groups(recipe: Recipe, rows: Dataset, completions: Sequence[SavedCompletion
     for row, members in groupby(completions, key=lambda one: one.row):
         saved = list(members)
         if row >= len(rows):
-            raise DataError(
-                f"dataset: there is no row {row}; it has {len(rows)}", hint="is this the dataset of that run?"
-            )
+            hint = None if saved[0].prompt is None else "is this the dataset of that run?"
+            raise DataError(f"dataset: there is no row {row}; it has {len(rows)}", hint=hint)
         prompt = _prompt(builder, rows[row], row, saved[0].prompt)
         texts = [one.text for one in saved]
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]

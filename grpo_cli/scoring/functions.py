@@ -10,10 +10,10 @@ from grpo_cli.recipe.imports import resolve
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
 from grpo_cli.scoring.binding import default_name, with_parameters
 from grpo_cli.scoring.event_loop import EventLoop
-from grpo_cli.scoring.isolation.function import Source, end_processes, isolated
+from grpo_cli.scoring.isolation.function import Source, end_processes, isolated, refuse_several_at_once
 from grpo_cli.scoring.isolation.worker import WorkerLimits
 from grpo_cli.scoring.limits import CallLimits
-from grpo_cli.scoring.reward import Reward, is_async, make_reward
+from grpo_cli.scoring.reward import Reward, has_state, is_async, make_reward
 from grpo_cli.scoring.reward_model import load_reward_model
 
 DEFAULT_TIMEOUT = 300.0
@@ -84,9 +84,12 @@ def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop) -> R
             seconds=entry.timeout or DEFAULT_TIMEOUT, memory_bytes=(entry.memory_limit or DEFAULT_MEMORY) * 2**30
         )
         return isolated(source, worker=limits, limits=_limits(entry, timeout=None), loop=loop)
-    return make_reward(
+    reward = make_reward(
         name, with_parameters(name, target, entry.parameters), limits=_limits(entry, timeout=entry.timeout)
     )
+    if has_state(reward.source):
+        refuse_several_at_once(name, reward.limits)
+    return reward
 
 
 def _needs_isolation(entry: RewardFunction, name: str, target: Any) -> bool:

@@ -155,8 +155,7 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         rewards = [column.rewards[index] for column in columns]
         errors = [reward for reward in rewards if isinstance(reward, RewardError)]
         dropped = bool(errors) and error_value is None
-        consequence = "is left out" if error_value is None else f"gets {error_value:g}"
-        problems += [f"prompt {group.prompt.uid} {consequence}: {error.message}" for error in errors[:1]]
+        problems += [f"prompt {group.prompt.uid} {_consequence(error_value)}: {error.message}" for error in errors]
         failed = tuple(
             column.name for column, reward in zip(columns, rewards, strict=True) if isinstance(reward, RewardError)
         )
@@ -180,6 +179,10 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         if column.failure is not None and not any(isinstance(rewards, RewardError) for rewards in column.rewards)
     ]
     return Table(groups=tuple(scored), problems=tuple(problems))
+
+
+def _consequence(error_value: float | None) -> str:
+    return "is left out" if error_value is None or math.isnan(error_value) else f"gets {error_value:g}"
 
 
 def _side_by_side(rewards: Iterable[Tensor | RewardError], size: int, error_value: float | None) -> Tensor:

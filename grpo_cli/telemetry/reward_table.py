@@ -1,7 +1,7 @@
 """Rewards of a few completions, for a person: a line each, and what each function came to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 
 from rich import box
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.metrics import Metrics
+from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.readable import duration, head_and_tail, short, visible
 from grpo_cli.types import ScoredGroup
 
@@ -31,6 +32,29 @@ def print_reward_table(
     """
     console.print(_completions(scored, names, weights))
     console.print(_functions(scored, names, weights, metrics))
+    for line in (*_logged_lines(scored), *_metric_lines(metrics)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _logged_lines(scored: Sequence[ScoredGroup]) -> Iterator[str]:
+    """Give what functions logged with `log_extra`, a line for each completion."""
+    for one in scored:
+        row = one.group.prompt.uid.rpartition(":")[2]
+        for completion in one.group.completions:
+            logged = [
+                f"{visible(column)}: {head_and_tail(visible(str(values[completion.index])), _CHARACTERS)}"
+                for column, values in one.extras.items()
+                if values[completion.index] not in (None, "")
+            ]
+            if logged:
+                yield f"row {row}, completion {completion.index}: {', '.join(logged)}"
+
+
+def _metric_lines(metrics: Metrics) -> Iterator[str]:
+    """Give what they logged with `log_metric`, which is no metric of a run's own."""
+    logged = {name: value for name, value in metrics.items() if find(name) is None}
+    if logged:
+        yield ", ".join(f"{visible(name)} {short(value.result())}" for name, value in logged.items())
 
 
 def _completions(scored: Sequence[ScoredGroup], names: Sequence[str], weights: Sequence[float]) -> Table:

@@ -17,7 +17,9 @@ def experiment(tiny_model_folder: Path, tmp_path: Path) -> Experiment:
     )
     with (tmp_path / "my_rewards.py").open("a") as file:
         file.write(
-            "\n\ndef right(completions, number, trainer_state, **_):\n"
+            "\n\ndef right(completions, number, trainer_state, log_extra, log_metric, **_):\n"
+            "    log_extra('letters', [len(text) for text in completions])\n"
+            "    log_metric('share', 0.25)\n"
             "    if 'fail' in completions:\n        raise LookupError('no such word')\n"
             "    return [trainer_state.progress + each if text == str(each) else None for text, each in zip(completions, number)]\n"
         )
@@ -37,6 +39,11 @@ def test_completions_given_by_hand_are_scored_with_the_columns_of_their_row(
     )
     assert few[1:7] == ["1", "-1.5", "2.121", "-3", "0", "0"]
     assert right[1:7] == ["1", "3.5", "-", "3.5", "3.5", "1"]
+    assert outcome.stdout.splitlines()[-3:] == [
+        "row 3, completion 0: letters: 1",
+        "row 3, completion 1: letters: 3",
+        "share 0.25",
+    ]
 
 
 def test_a_runs_completions_get_the_rewards_that_the_run_gave(experiment: Experiment, warm: WarmStart) -> None:
@@ -56,6 +63,10 @@ def test_a_function_that_fails_is_told_and_the_others_are_scored(experiment: Exp
     assert outcome.returncode == 3
     assert "reward function 'right' raised LookupError: no such word" in outcome.stdout.replace("\n", " ")
     assert outcome.stderr == "error: reward functions failed: 1 problem\n"
+    lines = [line.split() for line in outcome.stdout.splitlines()]
+    assert ["row", "0", "fail", "-4", "failed", "-4"] in lines
+    assert next(line for line in lines if line[:1] == ["right"] and len(line) > 5)[-1] == "1"
+    assert next(line for line in lines if line[:1] == ["few_letters"] and len(line) > 5)[-1] == "0"
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,22 @@ def test_an_object_with_a_state_is_called_one_at_a_time(opened: Open) -> None:
         opened("Counter", per_prompt=True, concurrency=2)
 
 
+def test_so_is_one_with_a_state_in_the_trainers_process(opened: Open) -> None:
+    with pytest.raises(RewardError, match="found `concurrency: 2` for an object with a state; allowed: 1"):
+        opened("Waiting", isolated=None, per_prompt=True, concurrency=2)
+
+
+def test_every_function_that_fails_on_a_prompt_is_told(opened: Open) -> None:
+    entries = [RewardFunction(path=f"misbehaving.{name}", isolated=True) for name in ("exits_hard", "raises")]
+    scorer = RewardScorer(
+        load_rewards(RewardsSection(reward_funcs=entries), folder=HERE, device="cpu"), on_error="drop"
+    )
+    scores = scorer.score([BAD], STATE)
+    scorer.close()
+    assert [problem.partition("'")[2].partition("'")[0] for problem in scores.problems] == ["exits_hard", "raises"]
+    assert scores.groups[0].failed == ("exits_hard", "raises")
+
+
 def test_a_function_that_says_so_is_isolated_and_one_with_limits(opened: Open) -> None:
     before = set(psutil.Process().children())
     opened("Counter", isolated=None)

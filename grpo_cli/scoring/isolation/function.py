@@ -138,6 +138,19 @@ class StatefulFunction:
         await self._function.close()
 
 
+def refuse_several_at_once(name: str, limits: CallLimits) -> None:
+    """Refuse calls at the same time of an object with a state.
+
+    Raises:
+        RewardError: If that is what limits allow.
+    """
+    if limits.concurrency > 1:
+        raise RewardError(
+            f"reward {name!r}: found `concurrency: {limits.concurrency}` for an object with a state; allowed: 1, for each call "
+            "begins where the last one ended"
+        )
+
+
 def end_processes(rewards: Iterable[Reward]) -> None:
     """End the processes of rewards that have some."""
     for reward in rewards:
@@ -163,12 +176,12 @@ def isolated(source: Source, *, worker: WorkerLimits, limits: CallLimits, loop: 
         told = loop.submit(opened.load()).result()
     except LostCallError as error:
         raise RewardError(f"reward {source.name!r} {error}") from error
-    if "state" in told and limits.concurrency > 1:
+    try:
+        if "state" in told:
+            refuse_several_at_once(source.name, limits)
+    except RewardError:
         loop.submit(opened.close()).result()
-        raise RewardError(
-            f"reward {source.name!r}: found `concurrency: {limits.concurrency}` for an object with a state; allowed: 1, for each call "
-            "begins where the last one ended"
-        )
+        raise
     return Reward(
         name=source.name,
         function=StatefulFunction(opened, told["state"]) if "state" in told else opened,
