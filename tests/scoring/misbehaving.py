@@ -171,6 +171,12 @@ async def waits(completions: list[str]) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def counts_and_sleeps(completions: list[str], folder: str) -> list[float]:
+    Path(folder, str(len(list(Path(folder).iterdir())))).touch()
+    time.sleep(1000)
+    return [0.0] * len(completions)
+
+
 def describes(completions: list[str], thing: list[Any], **_: Any) -> list[float]:
     raise ValueError(f"{type(thing[0]).__name__} {thing[0]!r}")
 
