@@ -23,7 +23,7 @@ class Verdict:
 
     Attributes:
         passed: Whether it passed.
-        why: Else why not: `wrong`, `timeout`, `memory`, `output`, `disk`, `crash`, `error` or `not run`, perhaps with more after a colon.
+        why: Else why not: `wrong`, `timeout`, `memory`, `output`, `disk`, `crash`, `error`, `not run` or `time`, perhaps with more after a colon.
     """
 
     passed: bool
@@ -155,5 +155,5 @@ def _failed(why: str) -> Verdict:
 
 def _as_test(case: AssertCase | CallCase) -> dict[str, Any]:
     if isinstance(case, AssertCase):
-        return {"source": case.source}
+        return {"source": case.source, "entry": case.entry_point}
     return {"call": case.name, "arguments": case.arguments, "expected": case.expected}
