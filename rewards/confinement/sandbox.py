@@ -89,6 +89,7 @@ class Sandbox:
                 "layer": self.layer,
                 "user": user,
                 "folder": folder,
+                "max_disk_bytes": self.limits.max_disk_bytes,
                 "readable": self._readable,
                 "limits": self._limits(seconds, is_alone=user is not None),
             }
@@ -108,7 +109,7 @@ class Sandbox:
         self, orders: Mapping[str, Any], folder: str, descriptors: Sequence[int], stream: int
     ) -> subprocess.Popen[bytes]:
         try:
-            prefix = command_prefix(self.layer, folder, self._readable)
+            prefix = command_prefix(self.layer, folder, self._readable, max_disk_bytes=self.limits.max_disk_bytes)
         except FileNotFoundError as error:
             raise ConfinementError(str(error)) from error
         heard, said = os.pipe()

@@ -1,6 +1,7 @@
 """Runs the tests of a program in confined processes."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -95,6 +96,8 @@ def _failure(finished: Finished) -> str:
             return f"crash: signal {finished.code}"
     words = finished.errors.decode(errors="replace").strip().splitlines()
     last = words[-1] if words else f"exit code {finished.code}"
+    if last.startswith(f"OSError: [Errno {errno.ENOSPC}]"):
+        return "disk"
     return "memory" if last.startswith("MemoryError") else f"error: {last}"
 
 
