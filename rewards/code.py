@@ -41,7 +41,7 @@ class PassedTests:
         max_call_seconds: For one call; programs that are left then count as failed, because of `time`. The recipe's `timeout` has to be
             longer, or a call with many programs that hang would be lost.
         max_memory_mib: Address space of a process.
-        max_output_mib: Standard output and error of a process together.
+        max_output_mib: Standard output and error of a process together; where a test expects more than half of that, twice what it expects.
         max_disk_mib: Files of a process together.
         all_or_nothing: 1 if all tests pass, else 0.
         without_block: What a completion without a block is: `fail`, or `text`: the whole text is the program.

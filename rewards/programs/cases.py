@@ -19,7 +19,7 @@ class InputCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssertCase:
-    """Statements that must not raise, such as `assert add(1, 2) == 3`.
+    """Statements that use the program and must not raise, such as `assert add(1, 2) == 3`.
 
     Attributes:
         source: The statements.
@@ -69,7 +69,40 @@ def cases_of(tests: Any, verification_info: Any, entry_point: str | None = None)
         content = _decoded(content["test_cases"]) if "test_cases" in content else _in_pairs(content)
     if isinstance(content, str) or not isinstance(content, Sequence):
         raise ValueError(f"tests are a list, a mapping or a text, not {_shown(content)}")  # noqa: TRY004  a dataset's, not a caller's
-    return [_case(each, entry_point) for each in content if not _is_blank(each)] or None
+    return [_case(each, entry_point) for each in _with_what_they_need(content)] or None
+
+
+def _with_what_they_need(tests: Sequence[Any]) -> list[Any]:
+    """Put imports and definitions, which test nothing, before each of the tests that come after them."""
+    found: list[Any] = []
+    needed: list[str] = []
+    for each in tests:
+        if _is_blank(each):
+            continue
+        if isinstance(each, str) and _tests_nothing(each):
+            needed.append(each)
+        else:
+            found.append("\n".join([*needed, each]) if isinstance(each, str) else each)
+    return found or ["\n".join(needed)] * bool(needed)
+
+
+def _tests_nothing(source: str) -> bool:
+    return (tree := _parsed(source)) is not None and not any(map(_may_test, tree.body))
+
+
+def _may_test(node: ast.stmt) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name.startswith("test") or node.name == "check"
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
+    return not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign)
+
+
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which running it will tell
+        return None
 
 
 def _is_blank(content: Any) -> bool:
@@ -119,9 +152,7 @@ def _assert_case(source: str, entry_point: str | None) -> AssertCase:
     Raises:
         ValueError: If it does not.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which running it will tell
+    if (tree := _parsed(source)) is None:
         return AssertCase(source=source)
     is_defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
     is_used = any(isinstance(node, ast.Name) and node.id == "check" for node in ast.walk(tree))

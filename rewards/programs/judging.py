@@ -70,7 +70,11 @@ def judge(sandbox: Sandbox, source: str, cases: Sequence[Case], *, seconds: floa
 
 def _judge_input(sandbox: Sandbox, source: str, case: InputCase, seconds: float) -> Verdict:
     finished = sandbox.run(
-        "rewards.programs.program", {"source": source}, text=case.text.encode("utf-8", "surrogatepass"), seconds=seconds
+        "rewards.programs.program",
+        {"source": source},
+        text=case.text.encode("utf-8", "surrogatepass"),
+        seconds=seconds,
+        least_output_bytes=2 * len(case.expected.encode("utf-8", "surrogatepass")),
     )
     if finished.end is not End.EXIT or finished.code != 0:
         return _failed(_failure(finished))

@@ -1,8 +1,8 @@
 """Two processes that use each other's objects, one of which is not trusted.
 
 What each may be asked is in `questions`. What crosses is plain data (`values`). An object that cannot cross is a `Remote`: it can be called, looked into
-and gone through, each time by a question to the process that has it. It equals nothing but another of its kind, and knows no
-arithmetic and no order: otherwise an object that equals everything would pass every test.
+and gone through, each time by a question to the process that has it. It equals nothing but another of its kind, has
+arithmetic with these alone, and no order: otherwise an object that equals everything would pass every test.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from rewards.programs import values
 from rewards.programs.exceptions import ExceptionClasses, RemoteError, new_exception, written_class
+from rewards.programs.questions import BETWEEN_TWO
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -250,6 +251,20 @@ class Remote:
     def _ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         peer: Peer = object.__getattribute__(self, "_peer")
         return peer.ask(operation, self, *arguments, **named)
+
+
+def _between_two(operation: str) -> Callable[[Remote, object], Any]:
+    """Make an operator of two remote objects, which makes a third: a plain value would decide what no test compares."""
+
+    def operate(one: Remote, other: object) -> Any:
+        made = one._ask(operation, other) if isinstance(other, Remote) else NotImplemented  # noqa: SLF001
+        return made if isinstance(made, Remote) else NotImplemented
+
+    return operate
+
+
+for _operation in BETWEEN_TWO:
+    setattr(Remote, f"__{_operation}__", _between_two(_operation))
 
 
 def number_of(remote: Remote) -> int:

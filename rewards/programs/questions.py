@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+BETWEEN_TWO = ("add", "sub", "mul", "truediv", "matmul")
+"""Arithmetic between two objects of a program, as a module `operator` names it."""
 TESTS_MODULE = "tests"
 """The module in which tests run, so that of their classes."""
 
@@ -50,6 +52,7 @@ ASKED_OF_PROGRAMS: Mapping[str, Callable[..., Any]] = {
     "str": str,
     "repr": repr,
     "bool": bool,
+    **{name: getattr(operator, name) for name in BETWEEN_TWO},
     "eq": operator.eq,
     "isinstance": lambda kind, instance: isinstance(instance, kind),
 }

@@ -98,6 +98,12 @@ def test_programs_that_read_and_write(reward: PassedTests, source: str, expected
     assert reward(completions=[block(source)], verification_info=[json.dumps(info)]) == [expected]
 
 
+def test_a_right_answer_is_never_too_long(reward: PassedTests) -> None:
+    tests = [{"input": "", "output": "x" * (3 << 19)}]
+    assert share(reward, "print('x' * (3 << 19))", tests) == 1.0
+    assert failures(reward, "print('x' * (1 << 22))", tests) == "output"
+
+
 CHEATS = {
     "leaves before the tests": "import sys\nsys.exit(0)",
     "leaves for good": "import os\nos._exit(0)",
@@ -152,6 +158,7 @@ def test_a_cheat_passes_nothing(reward: PassedTests, hasty: PassedTests, cheat: 
         ("class A:\n    __contains__ = lambda *_: True\ndef f(x):\n    return A()", "assert 3 in f(1)"),
         ("def f(x):\n    raise StopIteration", "for v in map(f, [1, 2, 3]):\n    assert v == 3"),
         ("x = 1", "assert max([1, 5, 3]) == 5"),
+        ("class V:\n    __sub__ = lambda *_: 0\ndef f(x):\n    return V()", "assert f(1) - f(2) == 0"),
         ("def max(x):\n    return x[0]", "assert max([1, 5, 3]) == 5"),
         ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import f\nassert abs(f(1) - 3) < 1e-6"),
         ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import *\nassert abs(f(1) - 3) < 1e-6"),
@@ -201,6 +208,8 @@ def test_tests_that_catch_or_use_builtins_are_not_fooled(
         ("import json\ndef f(x):\n    return json.loads(x)", "import json\ntry:\n    f('x')\nexcept json.JSONDecodeError:\n    pass"),
         ("def f(xs):\n    return sum(xs)", "assert f(range(5)) == f(iter([4, 6])) == f({10: 1}.keys()) == f(x for x in [9, 1]) == 10"),
         ("def f(n):\n    return range(n)", "assert f(3) == range(3)"),
+        (("class V:\n    def __init__(self, x):\n        self.x = x\n    def __add__(self, other):\n        return V(self.x + other.x)\n"
+          "    def __eq__(self, other):\n        return self.x == other.x"), "assert V(1) + V(2) == V(3)\nassert V(1) + V(2) != V(4)"),
         ("def f(t):\n    return t.val + t[0] + len(t) + sum(t) + t.more(1)",
          ("class T:\n    val = 1\n    def __getitem__(self, i):\n        return 2\n    def __len__(self):\n        return 3\n"
          "    def __iter__(self):\n        return iter([4])\n    def more(self, x):\n        return x + 4\nassert f(T()) == 15")),
@@ -236,13 +245,26 @@ def test_tests_that_nothing_calls_are_run_all_the_same(reward: PassedTests, test
 
 
 def test_a_test_that_uses_nothing_of_the_program_fails(reward: PassedTests) -> None:
-    tests = ["# assert add(1, 2) == 3", "assert 1 + 2 == 3", "assert max([1, 5, 3]) == 5", "def helper(): add(1, 2)"]
+    tests = ["# assert add(1, 2) == 3", "assert 1 + 2 == 3", "assert max([1, 5, 3]) == 5", "def test_a(): pass"]
     assert failures(reward, WRONG, tests) == "error: the test uses nothing of the program"
     assert share(reward, WRONG, tests) == 0.0
 
 
 def test_a_program_cannot_skip_a_case(reward: PassedTests) -> None:
     assert share(reward, "import unittest\ndef add(a, b):\n    raise unittest.SkipTest('no')", [CASE]) == 0.0
+
+
+def test_what_tests_need_stands_before_each_of_them(reward: PassedTests, hasty: PassedTests) -> None:
+    tests = [
+        "import math",
+        "half = lambda x: x / 2",
+        "assert f(1) == 1",
+        "assert half(f(4)) == 2",
+        "assert math.sqrt(f(4)) == 2",
+    ]
+    assert share(reward, "def f(x):\n    return x", tests) == 1.0
+    assert share(hasty, "def f(x):\n    while x == 1: pass\n    return x", tests) == 2 / 3
+    assert share(reward, "def f(x):\n    return x", tests[:2]) == 0.0
 
 
 def test_check_is_called_with_the_entry_point(reward: PassedTests) -> None:
