@@ -162,7 +162,6 @@ def test_a_cheat_passes_nothing(reward: PassedTests, hasty: PassedTests, cheat: 
         ("def max(x):\n    return x[0]", "assert max([1, 5, 3]) == 5"),
         ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import f\nassert abs(f(1) - 3) < 1e-6"),
         ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import *\nassert abs(f(1) - 3) < 1e-6"),
-        ("from decimal import Decimal\ndef f(x):\n    return Decimal('1E+99999999')", "assert int(f(1)) == 3"),
     ],
 )
 def test_tests_that_catch_or_use_builtins_are_not_fooled(
@@ -344,12 +343,17 @@ def test_a_call_ends_in_time_whatever_the_programs_do() -> None:
     assert logged["tests_failed"][::8] == ["timeout", "time"]
 
 
-@pytest.mark.parametrize(("max_memory_mib", "concurrency"), [(1024, 6), (4096, 1), (16384, 1), (64, 64)])
-def test_programs_at_the_same_time_fit_into_a_worker(
-    monkeypatch: pytest.MonkeyPatch, max_memory_mib: int, concurrency: int
-) -> None:
+def test_programs_at_the_same_time_fit_into_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    assert PassedTests(max_memory_mib=max_memory_mib, allow_unconfined=True)._concurrency == concurrency
+    for memory, expected in {1024: 6, 4096: 1, 16384: 1, 64: 64}.items():
+        assert PassedTests(max_memory_mib=memory, allow_unconfined=True)._concurrency == expected
+
+
+def test_a_number_of_many_digits_takes_no_time(hasty: PassedTests) -> None:
+    started = time.monotonic()
+    source = "from decimal import Decimal\ndef f(x):\n    return Decimal(f'1E+{x}')"
+    assert share(hasty, source, ["assert int(f(99999999)) == 3", "assert f(3) == 1000"]) == 0.5
+    assert time.monotonic() - started < 4
 
 
 def test_what_is_logged(reward: PassedTests) -> None:
