@@ -59,11 +59,10 @@ def readable_paths() -> list[str]:
 
 def library_folders() -> list[str]:
     """List the folders of `LD_LIBRARY_PATH` that hold shared libraries; never a user's folder, or one around it."""
-    users = [folder.resolve() for folder in (Path.cwd(), Path.home())]
     found = []
-    for text in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
+    for text in filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         folder = Path(text).resolve()
-        if text.startswith("/") and not any(user.is_relative_to(folder) for user in users):
+        if not any(user.resolve().is_relative_to(folder) for user in (Path.cwd(), Path.home())):
             with contextlib.suppress(OSError):
                 found += [text] * any(".so" in each.name for each in folder.iterdir())
     return found
