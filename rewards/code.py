@@ -1,6 +1,7 @@
 """Programs in completions, run against tests in confined processes."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from rewards.programs.judging import Verdict, judge
 from rewards.text import Completion, text_of
 
 _MIB = 1 << 20
+_MAX_TOTAL_MIB = 6 << 10
+"""Of the programs that run at the same time, unless it is said how many: a worker process may use 8 GiB with all that it started."""
 
 
 class PassedTests:
@@ -35,12 +38,15 @@ class PassedTests:
     Args:
         timeout_seconds: For one test.
         max_seconds: For all tests of one program; those that are left then count as failed.
+        max_call_seconds: For one call; programs that are left then count as failed, because of `time`. The recipe's `timeout` has to be
+            longer, or a call with many programs that hang would be lost.
         max_memory_mib: Address space of a process.
-        max_output_mib: Standard output and error of a process together.
+        max_output_mib: Standard output and error of a process together; where a test expects more than half of that, twice what it expects.
         max_disk_mib: Files of a process together.
         all_or_nothing: 1 if all tests pass, else 0.
         without_block: What a completion without a block is: `fail`, or `text`: the whole text is the program.
-        concurrency: Programs that run at the same time; as many as this process may use processors if None.
+        concurrency: Programs that run at the same time. If None, as many as this process may use processors, and as fit into 6 GiB by
+            `max_memory_mib`; the recipe's `memory_limit` has to be above what they may use together.
         allow_unconfined: Run programs even where they cannot be confined. Only for programs that you would run yourself.
 
     Raises:
@@ -56,6 +62,7 @@ class PassedTests:
         *,
         timeout_seconds: float = 5.0,
         max_seconds: float = 30.0,
+        max_call_seconds: float = 240.0,
         max_memory_mib: int = 1024,
         max_output_mib: int = 1,
         max_disk_mib: int = 16,
@@ -67,6 +74,7 @@ class PassedTests:
         numbers = {
             "timeout_seconds": timeout_seconds,
             "max_seconds": max_seconds,
+            "max_call_seconds": max_call_seconds,
             "max_memory_mib": max_memory_mib,
             "max_output_mib": max_output_mib,
             "max_disk_mib": max_disk_mib,
@@ -78,8 +86,9 @@ class PassedTests:
         if without_block not in {"fail", "text"}:
             raise ValueError(f"without_block is {without_block!r}; allowed is 'fail' or 'text'")
         self._timeout_seconds, self._max_seconds = timeout_seconds, max_seconds
+        self._max_call_seconds = max_call_seconds
         self._all_or_nothing, self._without_block = all_or_nothing, without_block
-        self._concurrency = concurrency or _usable_processors()
+        self._concurrency = concurrency or min(_usable_processors(), max(1, _MAX_TOTAL_MIB // max_memory_mib))
         self._choice = choose(
             Limits(
                 max_memory_bytes=max_memory_mib * _MIB,
@@ -102,6 +111,7 @@ class PassedTests:
         completions: Sequence[Completion],
         tests: Sequence[Any] | None = None,
         verification_info: Sequence[Any] | None = None,
+        entry_point: Sequence[str | None] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
@@ -112,6 +122,7 @@ class PassedTests:
             completions: Strings, or lists of messages.
             tests: Column with the tests, in the forms of `rewards.programs.cases.cases_of`.
             verification_info: Column in Open-R1's form, preferred where it is not None.
+            entry_point: Column with the names of the functions that are tested, for tests that define `check(candidate)`.
             log_extra: Takes the columns `tests_passed` (such as `2/3`) and `tests_failed` (why, each reason once).
             log_metric: Takes `code/passed` (share of tests), `code/all_passed`, `code/no_program`, and the shares of tests that ended in
                 `code/timeout`, `code/memory` and `code/error`.
@@ -123,9 +134,11 @@ class PassedTests:
         if tests is None and verification_info is None:
             raise ValueError("needs a dataset column `tests` or `verification_info`")
         nothing = [None] * len(completions)
-        cases = [cases_of(*row) for row in zip(tests or nothing, verification_info or nothing, strict=True)]
+        rows = zip(tests or nothing, verification_info or nothing, entry_point or nothing, strict=True)
+        cases = [_cases(index, *row) for index, row in enumerate(rows)]
+        deadline = time.monotonic() + self._max_call_seconds
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="programs") as pool:
-            verdicts = list(pool.map(self._verdicts, completions, cases))
+            verdicts = list(pool.map(self._verdicts, completions, cases, [deadline] * len(cases)))
         if log_extra is not None:
             log_extra("tests_passed", [_count(each) for each in verdicts])
             log_extra("tests_failed", [_reasons(each) for each in verdicts])
@@ -133,8 +146,8 @@ class PassedTests:
             _log_shares(log_metric, [each for each in verdicts if each is not None])
         return [None if each is None else self._reward(each) for each in verdicts]
 
-    def _verdicts(self, completion: Completion, cases: list[Case] | None) -> list[Verdict] | None:
-        """Judge one completion; None where there is nothing to judge by."""
+    def _verdicts(self, completion: Completion, cases: list[Case] | None, deadline: float) -> list[Verdict] | None:
+        """Judge one completion by the deadline; None where there is nothing to judge by."""
         if cases is None:
             return None
         text = text_of(completion)
@@ -143,11 +156,26 @@ class PassedTests:
             source = text
         if source is None:
             return [Verdict(passed=False, why="no program")] * len(cases)
-        return judge(self._choice.sandbox, source, cases, seconds=self._timeout_seconds, max_seconds=self._max_seconds)
+        max_seconds = min(self._max_seconds, deadline - time.monotonic())
+        if max_seconds <= 0:
+            return [Verdict(passed=False, why="time")] * len(cases)
+        return judge(self._choice.sandbox, source, cases, seconds=self._timeout_seconds, max_seconds=max_seconds)
 
     def _reward(self, verdicts: Sequence[Verdict]) -> float:
         share = sum(each.passed for each in verdicts) / len(verdicts)
         return float(share == 1) if self._all_or_nothing else share
+
+
+def _cases(index: int, tests: Any, verification_info: Any, entry_point: str | None) -> list[Case] | None:
+    """Read the tests of a row.
+
+    Raises:
+        ValueError: If they have no form that is known; it names the row.
+    """
+    try:
+        return cases_of(tests, verification_info, entry_point)
+    except ValueError as error:
+        raise ValueError(f"row {index}: {error}") from error
 
 
 def _usable_processors() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.chat.cache import ReplyCache, request_key
-from rewards.chat.client import ChatClient, shown_url
+from rewards.chat.client import ChatClient, Connection, RefusedError, UnansweredError, shown_url, storable
 from rewards.text import Completion, text_of
 
 _SYSTEM_PROMPT = (
@@ -23,12 +23,23 @@ _PROMPT = (
     "sentence, then end with a line of the form\nScore: NUMBER"
 )
 
+_SCORE_PATTERN = r"(?im)^[^\w\n]*score[^\w\n]*?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s*.]*\Z"
+"""The last line: a judge may quote other scores before, such as one of the completion's."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Judged:
-    """What the judge said, and what asking it took: nothing for a reply that was known."""
+    """What the judge said, and what asking it took: nothing for a reply that was known.
+
+    Attributes:
+        text: The reply, or why there is none.
+        score: From 0 to 1; None without one.
+        is_refused: Whether the server refused the request.
+    """
 
     text: str
+    score: float | None
+    is_refused: bool = False
     num_requests: int = 0
     num_input_tokens: int = 0
     num_output_tokens: int = 0
@@ -37,7 +48,8 @@ class _Judged:
 class Judge:
     """Reward the score that a judge gives, from 0 at `min_score` to 1 at `max_score`; None without a score in that range.
 
-    The score is the last match of `score_pattern` in the reply. The completion stands between tags that hold a hash of itself, so
+    The score is the last match of `score_pattern` in the reply, by default a last line `Score: NUMBER`; a reply that was cut off at
+    `max_tokens` has none, nor has a completion that the server refuses to judge. The completion stands between tags that hold a hash of itself, so
     that it cannot close them; a judge can still be talked into a high score from inside, which is a judge's weakness and no
     parser's. Look at `judge_reply` in the completion files when the reward rises faster than the completions get better.
 
@@ -59,7 +71,7 @@ class Judge:
         cache: File for replies, from the working folder; several runs and processes may share it. Replies without a score are not kept.
         concurrency: Requests at the same time.
         requests_per_minute: At most; None sets no limit.
-        timeout_seconds: For one request.
+        timeout_seconds: For one request, until its answer is complete.
         max_retries: After faults that may pass; then the reward raises.
         input_price: Of a million tokens of the requests, in any currency.
         output_price: Of a million tokens of the replies.
@@ -75,7 +87,7 @@ class Judge:
         model: str,
         prompt: str = _PROMPT,
         system_prompt: str | None = _SYSTEM_PROMPT,
-        score_pattern: str = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)",
+        score_pattern: str = _SCORE_PATTERN,
         min_score: float = 0.0,
         max_score: float = 10.0,
         temperature: float | None = 0.0,
@@ -92,7 +104,8 @@ class Judge:
     ) -> None:
         if not min_score < max_score:
             raise ValueError(f"min_score is {min_score} and max_score {max_score}; allowed is a smaller min_score")
-        if concurrency < 1 or max_retries < 0 or timeout_seconds <= 0 or (requests_per_minute or 1) <= 0:
+        rate = 1 if requests_per_minute is None else requests_per_minute
+        if concurrency < 1 or max_retries < 0 or timeout_seconds <= 0 or rate <= 0:
             raise ValueError(
                 "concurrency, timeout_seconds and requests_per_minute are above 0, and max_retries not below"
             )
@@ -145,12 +158,14 @@ class Judge:
             completions: Likewise.
             log_extra: Takes the column `judge_reply`.
             log_metric: Takes `judge/requests`, `judge/cache_hits`, `judge/input_tokens`, `judge/output_tokens`, `judge/cost` of this call,
-                `judge/total_cost` of the run, and `judge/unparsed`, the share of replies without a score.
+                `judge/total_cost` of the run, and the shares of completions `judge/unparsed`, whose reply has no score, and `judge/failed`, which
+                the server refused to judge.
             **columns: Of the dataset.
 
         Raises:
             ValueError: If the template names a column that is not there.
-            ChatError: If the server refuses a request, or answers none after all retries.
+            ChatError: If the server refuses every request (401, 403, 404), or does not answer one after all retries; what others
+                were answered is counted and in the cache.
         """
         missing = self._fields - {"prompt", "completion"} - columns.keys()
         if missing:
@@ -165,47 +180,63 @@ class Judge:
         ]
         keys = [request_key(self._base_url, body) for body in bodies]
         judged = await self._judged(dict(zip(keys, bodies, strict=True)))
-        scores = [self._score(judged[key].text) for key in keys]
         if log_extra is not None:
             log_extra("judge_reply", [judged[key].text for key in keys])
-        self._log(log_metric, list(judged.values()), scores)
-        return scores
+        if log_metric is not None:
+            self._log(log_metric, list(judged.values()), [judged[key] for key in keys])
+        return [judged[key].score for key in keys]
 
     def _body(self, prompt: Any, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Make a request; equal ones have equal replies in the cache."""
         tag = f"completion-{hashlib.sha256(completion.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
         texts = {"prompt": _prompt_text(prompt), "completion": f"<{tag}>\n{completion}\n</{tag}>"}
-        question = self._prompt.format(**{**columns, **texts})
+        question = storable(self._prompt.format(**{**columns, **texts}))
         system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
         return {**self._settings, "messages": [*system, {"role": "user", "content": question}]}
 
     async def _judged(self, bodies: Mapping[str, dict[str, Any]]) -> dict[str, _Judged]:
-        """Ask what is not known yet."""
+        """Ask what is not known yet, or known with a reply in which there is no score any more."""
         known = {key: reply for key in bodies if (reply := self._cache.find(key)) is not None}
-        judged = {key: _Judged(text=reply) for key, reply in known.items()}
-        unknown = [key for key in bodies if key not in known]
+        scores = {key: score for key, reply in known.items() if (score := self._score(reply)) is not None}
+        judged = {key: _Judged(text=known[key], score=score) for key, score in scores.items()}
+        unknown = [key for key in bodies if key not in judged]
         if not unknown:
             return judged
+        unanswered: list[UnansweredError] = []
         async with self._client.connected() as connection:
 
-            async def ask(key: str) -> _Judged:
-                reply = await connection.ask(bodies[key])
-                self._total_cost += self._cost(reply.num_input_tokens, reply.num_output_tokens)  # even if others fail
-                if self._score(reply.text) is not None:
-                    self._cache.keep(key, reply.text)
-                return _Judged(
-                    text=reply.text,
-                    num_requests=1,
-                    num_input_tokens=reply.num_input_tokens,
-                    num_output_tokens=reply.num_output_tokens,
-                )
+            async def ask(key: str) -> _Judged | None:
+                try:
+                    return await self._ask(connection, key, bodies[key])
+                except UnansweredError as error:
+                    unanswered.append(error)  # the others may be answered, and paid for, all the same
+                    return None
 
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = {key: group.create_task(ask(key)) for key in unknown}
             except ExceptionGroup as failures:  # the first one ended the others
                 raise failures.exceptions[0] from failures
-        return judged | {key: task.result() for key, task in tasks.items()}
+        if unanswered:
+            raise unanswered[0]
+        return judged | {key: answer for key, task in tasks.items() if (answer := task.result()) is not None}
+
+    async def _ask(self, connection: Connection, key: str, body: dict[str, Any]) -> _Judged:
+        try:
+            reply = await connection.ask(body)
+        except RefusedError as error:
+            return _Judged(text=str(error), score=None, is_refused=True, num_requests=1)
+        self._total_cost += self._cost(reply.num_input_tokens, reply.num_output_tokens)
+        score = self._score(reply.text) if reply.is_complete else None
+        if score is not None:
+            self._cache.keep(key, reply.text)
+        return _Judged(
+            text=reply.text,
+            score=score,
+            num_requests=1,
+            num_input_tokens=reply.num_input_tokens,
+            num_output_tokens=reply.num_output_tokens,
+        )
 
     def _score(self, reply: str) -> float | None:
         found = self._pattern.findall(reply)
@@ -221,24 +252,21 @@ class Judge:
         return (num_input_tokens * self._input_price + num_output_tokens * self._output_price) / 1e6
 
     def _log(
-        self,
-        log_metric: Callable[[str, float], None] | None,
-        judged: Sequence[_Judged],
-        scores: Sequence[float | None],
+        self, log_metric: Callable[[str, float], None], asked: Sequence[_Judged], completions: Sequence[_Judged]
     ) -> None:
-        if log_metric is None:
-            return
-        num_input = sum(each.num_input_tokens for each in judged)
-        num_output = sum(each.num_output_tokens for each in judged)
-        num_requests = sum(each.num_requests for each in judged)
+        num_input = sum(each.num_input_tokens for each in asked)
+        num_output = sum(each.num_output_tokens for each in asked)
+        num_requests = sum(each.num_requests for each in asked)
         metrics = {
             "requests": num_requests,
-            "cache_hits": len(judged) - num_requests,
+            "cache_hits": len(asked) - num_requests,
             "input_tokens": num_input,
             "output_tokens": num_output,
             "cost": self._cost(num_input, num_output),
             "total_cost": self._total_cost,
-            "unparsed": scores.count(None) / len(scores),
+            "unparsed": sum(each.score is None and not each.is_refused for each in completions)
+            / max(1, len(completions)),
+            "failed": sum(each.is_refused for each in completions) / max(1, len(completions)),
         }
         for name, value in metrics.items():
             log_metric(f"judge/{name}", value)

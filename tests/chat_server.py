@@ -12,6 +12,8 @@ DROP = "drop"
 """Close the connection without an answer."""
 HANG = "hang"
 """Answer late."""
+DRIP = "drip"
+"""Answer as late, but begin at once."""
 HANG_SECONDS = 1.0
 
 Fault = str | bytes | int | tuple[int, Mapping[str, str]]
@@ -29,6 +31,7 @@ class ChatServer:
         self.answer = answer
         self.faults: deque[Fault] = deque()
         """What goes wrong with the next requests, in turn."""
+        self.finish_reason = "stop"
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.times: list[float] = []
@@ -52,7 +55,9 @@ class ChatServer:
         question = body["messages"][-1]["content"]
         text = self.answer(question)
         return {
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+            "choices": [
+                {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": self.finish_reason}
+            ],
             "usage": {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())},
         }
 
@@ -92,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == HANG:
             time.sleep(HANG_SECONDS)
-        if isinstance(fault, bytes):
+        if fault == DRIP:
+            self._drip()
+        elif isinstance(fault, bytes):
             self._send(200, fault)
         elif isinstance(fault, int | tuple):
             code, headers = fault if isinstance(fault, tuple) else (fault, {})
@@ -101,6 +108,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             time.sleep(0.02)  # so that others come meanwhile
             self._send(200, json.dumps(self.owner.reply(body)).encode())
+
+    def _drip(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "20")
+        self.end_headers()
+        try:
+            for _ in range(20):
+                self.wfile.write(b" ")
+                time.sleep(HANG_SECONDS / 20)
+        except OSError:  # who asked has gone
+            self.close_connection = True
 
     def _send(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         try:

@@ -85,7 +85,8 @@ def examine(sandbox: Sandbox) -> tuple[str, ...]:
     """Try to break out of a sandbox.
 
     Returns:
-        The names of `escapes.ATTEMPTS` that succeeded.
+        The names of `escapes.ATTEMPTS` that succeeded; `files` too if the working folder or the home folder is among what is left
+        to be read.
 
     Raises:
         ConfinementError: If a process cannot be confined so, or does not work when it is.
@@ -99,7 +100,9 @@ def examine(sandbox: Sandbox) -> tuple[str, ...]:
             f"{sandbox.layer}: a confined process does not work: {words[-1] if words else finished.end}"
         )
     opened: list[str] = json.loads(finished.output)
-    return tuple(opened)
+    readable = {Path(path).resolve() for path in readable_paths()}
+    is_left = any(readable & {folder.resolve(), *folder.resolve().parents} for folder in (Path.cwd(), Path.home()))
+    return tuple(dict.fromkeys([*opened, *["files"] * is_left]))
 
 
 @contextlib.contextmanager
@@ -122,6 +125,7 @@ def _baits() -> Iterator[Mapping[str, Any]]:
             "abstract": abstract,
             "files": [str(bait), *_own_files()],
             "folders": ["/", "/dev/shm", *map(str, (folder, folder.parent, Path.cwd(), Path.home()))],  # noqa: S108
+            "name": f"bait-{secrets.token_hex(8)}",
             "variables": [*environment(""), "LC_CTYPE", "PWD"],  # the last ones are made by Python and by bwrap
             "parent": os.getpid(),
         }

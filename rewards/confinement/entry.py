@@ -58,7 +58,9 @@ def _confine(orders: dict[str, Any]) -> None:
         case "landlock":
             landlock.hide_files(orders["readable"], [orders["folder"], *DEVICES])
         case "namespaces":
-            namespaces.hide_files(orders["readable"], orders["folder"], DEVICES)
+            namespaces.hide_files(
+                orders["readable"], orders["folder"], DEVICES, user=orders["user"], max_bytes=orders["max_disk_bytes"]
+            )
     privileges.give_up(orders["user"], keep_reading=orders["layer"] == "landlock")
     _limit(orders)
     if orders["layer"] != "limits":

@@ -20,8 +20,8 @@ def main(task: Mapping[str, Any]) -> None:
     """Try everything.
 
     Args:
-        task: `port` and `abstract`, where somebody listens; `files` that must not be opened; `folders` in which none may be made;
-            `variables` that may be set; `parent`, a process; `max_memory_bytes`.
+        task: `port` and `abstract`, where somebody listens; `files` that must not be opened; `folders` in which none of
+            this `name` may be made; `variables` that may be set; `parent`, a process; `max_memory_bytes`.
     """
     importlib.import_module("colorsys")  # what nothing imports by itself
     opened = [name for name, attempt in ATTEMPTS.items() if attempt(task)]
@@ -53,9 +53,14 @@ def _network(task: Mapping[str, Any]) -> bool:
 def _files(task: Mapping[str, Any]) -> bool:
     attempts = [(path, os.O_RDONLY) for path in task["files"]]
     attempts += [(path, os.O_WRONLY) for path in task["files"]]
-    if sys.platform == "linux":  # a file without a name, which leaves nothing behind
-        attempts += [(folder, os.O_TMPFILE | os.O_WRONLY) for folder in task["folders"]]
-    return any(_succeeds(_close_again, path, flags) for path, flags in attempts)
+    return any(_succeeds(_close_again, path, flags) for path, flags in attempts) or any(
+        _succeeds(_make_and_remove, f"{folder}/{task['name']}") for folder in task["folders"]
+    )
+
+
+def _make_and_remove(path: str) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    os.remove(path)  # noqa: PTH107
 
 
 def _close_again(path: str, flags: int) -> None:

@@ -1,11 +1,14 @@
 """The layers that can hide files from a process, and what each needs of the command that starts it."""
 
+import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -49,10 +52,20 @@ def readable_paths() -> list[str]:
     installed = [str(Path(prefix, part)) for prefix in prefixes for part in _INSTALLED]
     installed += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     interpreters = [str(Path(path).parent) for path in (sys.executable, os.path.realpath(sys.executable))]
-    libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")]
-    paths = [*_SYSTEM, *installed, *interpreters, *libraries]
+    paths = [*_SYSTEM, *installed, *interpreters, *library_folders()]
     places = {place for path in paths if os.path.lexists(path) for place in (path, os.path.realpath(path))}
     return sorted(place for place in places if not any(str(parent) in places for parent in Path(place).parents))
+
+
+def library_folders() -> list[str]:
+    """List the folders of `LD_LIBRARY_PATH` that hold shared libraries; never a user's folder, or one around it."""
+    found = []
+    for text in filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        folder = Path(text).resolve()
+        if not any(user.resolve().is_relative_to(folder) for user in (Path.cwd(), Path.home())):
+            with contextlib.suppress(OSError):
+                found += [text] * any(".so" in each.name for each in folder.iterdir())
+    return found
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -66,11 +79,23 @@ def environment(folder: str) -> dict[str, str]:
         # More threads would reserve more memory than there is.
         **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     }
-    libraries = os.environ.get("LD_LIBRARY_PATH")
-    return variables if libraries is None else {**variables, "LD_LIBRARY_PATH": libraries}
+    libraries = library_folders()
+    return {**variables, "LD_LIBRARY_PATH": ":".join(libraries)} if libraries else variables
 
 
-def command_prefix(layer: Layer, folder: str, readable: Sequence[str]) -> list[str]:
+def _room(program: str, folder: str, max_bytes: int) -> list[str]:
+    """Give bwrap's words for a folder in memory, which cannot grow; the folder itself where this version knows no sizes."""
+    if "--size" not in _help(program):
+        return ["--bind", folder, folder]
+    return ["--perms", "1777", "--size", str(max_bytes), "--tmpfs", folder]
+
+
+@lru_cache(maxsize=1)
+def _help(program: str) -> str:
+    return subprocess.run([program, "--help"], check=False, capture_output=True, text=True).stdout  # noqa: S603
+
+
+def command_prefix(layer: Layer, folder: str, readable: Sequence[str], *, max_disk_bytes: int) -> list[str]:
     """Give what stands before the interpreter on the command line.
 
     Raises:
@@ -99,9 +124,7 @@ def command_prefix(layer: Layer, folder: str, readable: Sequence[str]) -> list[s
             "/dev",
             "--proc",
             "/proc",
-            "--bind",
-            folder,
-            folder,
+            *_room(program, folder, max_disk_bytes),
             "--remount-ro",
             "/dev",
             "--remount-ro",

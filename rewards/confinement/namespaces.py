@@ -52,13 +52,17 @@ class _Kernel:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def hide_files(readable: Sequence[str], folder: str, devices: Iterable[str]) -> None:
+def hide_files(
+    readable: Sequence[str], folder: str, devices: Iterable[str], *, user: int | None, max_bytes: int
+) -> None:
     """Leave this process, which must have one thread, a root that holds only these files and folders, and no network.
 
     Args:
         readable: Paths that stay, read-only; a link stays one.
-        folder: A folder that stays, writable.
+        folder: A folder that stays in name: writable and empty, in memory, so that it cannot grow.
         devices: Files that stay as they are.
+        user: Whose the folder is; None for this one.
+        max_bytes: What it can hold, and one file for each 4 KiB of that.
 
     Raises:
         OSError: If the kernel does not allow it.
@@ -66,17 +70,16 @@ def hide_files(readable: Sequence[str], folder: str, devices: Iterable[str]) -> 
     kernel = _Kernel()
     _unshare(kernel)
     kernel.mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    # A mount over the folder is seen by this process alone; the folder itself is held open to be mounted into it.
-    place = os.open(folder, os.O_PATH)
-    root = folder
+    root = folder  # what is mounted over it is seen by this process alone
     kernel.mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=64k,nr_inodes=1k,mode=755")
     for path in readable:
         _keep(kernel, path, root)
     for path in devices:
         _bind(kernel, path, root + path)
     os.makedirs(root + folder, exist_ok=True)
-    kernel.mount(f"/proc/self/fd/{place}", root + folder, None, _BIND)
-    os.close(place)
+    owner = "" if user is None else f",uid={user},gid={user}"
+    room = f"size={max_bytes},nr_inodes={max(16, max_bytes // 4096)},mode=700{owner}"
+    kernel.mount("tmpfs", root + folder, "tmpfs", _NO_SETUID | _NO_DEVICES, room)
     kernel.mount(None, root, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
     os.chdir(root)
     kernel.pivot_root_here()

@@ -5,14 +5,18 @@ import os
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 _LOOK_SECONDS = 0.1
 """Between two looks at the folder."""
 _CHUNK_BYTES = 1 << 16
+_LEAST_BYTES = 4096
+"""What a name and a place for a file take."""
 
 
 class End(StrEnum):
@@ -79,7 +83,7 @@ def collect(
             end = End.TIME
         elif now >= next_look:
             next_look = now + _LOOK_SECONDS
-            end = End.DISK if folder_bytes(folder) > max_disk_bytes else None
+            end = End.DISK if folder_bytes(folder) + removed_bytes(process.pid) > max_disk_bytes else None
     talk.close()
     if end is None:
         end = _wait_for_end(process, deadline)
@@ -163,12 +167,23 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def folder_bytes(folder: str) -> int:
-    """Add up what the files of a folder take on disk; there are no folders in it."""
+    """Add up what the files of a folder take on disk, an empty one too; there are no folders in it."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                total += 512 * entry.stat(follow_symlinks=False).st_blocks
+                total += max(_LEAST_BYTES, 512 * entry.stat(follow_symlinks=False).st_blocks)
+    return total
+
+
+def removed_bytes(process: int) -> int:
+    """Add up what files take that a process has removed and holds open, as far as this one may look."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                state = file.stat()
+                total += 512 * state.st_blocks * (state.st_nlink == 0 and stat.S_ISREG(state.st_mode))
     return total
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import secrets
 import selectors
 import subprocess
 import sys
@@ -28,7 +29,8 @@ _START_SECONDS = 60.0
 _READY = "!"
 _COUNT_SECONDS = 5.0
 """How long a count of threads is used."""
-_numbers = itertools.count()
+_numbers = itertools.count(secrets.randbelow(1 << 16))
+"""From a place of its own in each process: limits on threads count those of a user in all of them."""
 
 
 class ConfinementError(RuntimeError):
@@ -47,7 +49,7 @@ class Sandbox:
     layer: Layer
     limits: Limits
 
-    def run(self, work: str, task: Any, *, text: bytes = b"", seconds: float) -> Finished:
+    def run(self, work: str, task: Any, *, text: bytes = b"", seconds: float, least_output_bytes: int = 0) -> Finished:
         """Let a confined process do some work, and wait for its end.
 
         Args:
@@ -55,12 +57,13 @@ class Sandbox:
             task: What it is called with; JSON.
             text: Standard input.
             seconds: For the work, after which it is ended.
+            least_output_bytes: What it may say even if the limit is lower.
 
         Raises:
             ConfinementError: If the process does not come as far as being confined.
         """
         with self.started(work, task, seconds=seconds) as confined:
-            return confined.collect(text, seconds=seconds)
+            return confined.collect(text, seconds=seconds, least_output_bytes=least_output_bytes)
 
     @contextlib.contextmanager
     def started(
@@ -89,6 +92,7 @@ class Sandbox:
                 "layer": self.layer,
                 "user": user,
                 "folder": folder,
+                "max_disk_bytes": self.limits.max_disk_bytes,
                 "readable": self._readable,
                 "limits": self._limits(seconds, is_alone=user is not None),
             }
@@ -108,7 +112,7 @@ class Sandbox:
         self, orders: Mapping[str, Any], folder: str, descriptors: Sequence[int], stream: int
     ) -> subprocess.Popen[bytes]:
         try:
-            prefix = command_prefix(self.layer, folder, self._readable)
+            prefix = command_prefix(self.layer, folder, self._readable, max_disk_bytes=self.limits.max_disk_bytes)
         except FileNotFoundError as error:
             raise ConfinementError(str(error)) from error
         heard, said = os.pipe()
@@ -171,14 +175,14 @@ class Confined:
     folder: str
     limits: Limits
 
-    def collect(self, text: bytes, *, seconds: float) -> Finished:
+    def collect(self, text: bytes, *, seconds: float, least_output_bytes: int = 0) -> Finished:
         """Give it its input and wait for its end, as `process.collect` does."""
         return collect(
             self.process,
             text,
             seconds=seconds,
             folder=self.folder,
-            max_output_bytes=self.limits.max_output_bytes,
+            max_output_bytes=max(self.limits.max_output_bytes, least_output_bytes),
             max_disk_bytes=self.limits.max_disk_bytes,
         )
 

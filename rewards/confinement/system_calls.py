@@ -85,6 +85,7 @@ DENIED = {  # name: (number on x86-64, number on ARM), None where there is none
     "utimensat": (280, 88),
     "futimesat": (261, None),
     "truncate": (76, 45),
+    "fallocate": (285, 47),  # takes room that the limit on a file's size does not count
     "mkdir": (83, None),
     "mkdirat": (258, 34),
     "symlink": (88, None),
@@ -153,12 +154,14 @@ CONDITIONAL = {
     "fcntl": (72, 25),
     "ioctl": (16, 29),
     "prctl": (157, 167),
+    "open": (2, None),
+    "openat": (257, 56),
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables, and what the kernel calls the machine (linux/audit.h)."""
 _NEWER = 424
 """From here on the numbers are the same on all machines."""
-_NEWER_ALLOWED = (436, 437, 439, 441, 449)  # close_range, openat2, faccessat2, epoll_pwait2, futex_waitv
+_NEWER_ALLOWED = (436, 439, 441, 449)  # close_range, faccessat2, epoll_pwait2, futex_waitv
 _FOREIGN = 0x40000000
 """Calls of x86-64's 32-bit variant begin here."""
 
@@ -171,6 +174,7 @@ _STREAM, _UNIX = 1, 1
 _SET_OWNER_OR_SIGNAL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals by way of a file
 _SET_SOCKET_OWNER_OR_TYPE = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP, TIOCSTI
 _SET_DEATH_SIGNAL = (1,)
+_NAMELESS = 0x400000  # O_TMPFILE: a file that no list of a folder shows
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER_MODE = 38, 22, 2
 
@@ -213,6 +217,8 @@ def _filter(column: int, machine: int, process: int) -> bytes:
         _denied_if(number["fcntl"], 1, _SET_OWNER_OR_SIGNAL),
         _denied_if(number["ioctl"], 1, _SET_SOCKET_OWNER_OR_TYPE),
         _denied_if(number["prctl"], 0, _SET_DEATH_SIGNAL),
+        _denied_if(number["open"], 1, (_NAMELESS,), mask=_NAMELESS),
+        _denied_if(number["openat"], 2, (_NAMELESS,), mask=_NAMELESS),
         [(_RETURN, 0, 0, _ALLOW)],
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for part in parts for instruction in part)
@@ -238,10 +244,15 @@ def _allowed_if(call: int | None, conditions: Sequence[tuple[int, int, int]]) ->
     return [(_EQUAL, 0, len(checks) + 1, call), *checks, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _denied_if(call: int | None, position: int, values: Iterable[int]) -> list[_Instruction]:
-    assert call is not None
+def _denied_if(call: int | None, position: int, values: Iterable[int], *, mask: int = 0xFFFFFFFF) -> list[_Instruction]:
+    """Deny a call where one argument, masked, has one of these values; nothing where there is no such call."""
+    if call is None:
+        return []
     checks = [line for value in values for line in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, _DENY))]
-    return [(_EQUAL, 0, len(checks) + 2, call), _argument(position), *checks, (_RETURN, 0, 0, _ALLOW)]
+    return [
+        *((_EQUAL, 0, len(checks) + 3, call), _argument(position), (_AND, 0, 0, mask)),
+        *(*checks, (_RETURN, 0, 0, _ALLOW)),
+    ]
 
 
 def _argument(position: int) -> _Instruction:

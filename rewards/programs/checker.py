@@ -4,9 +4,7 @@ The verdict is made here, where the program never runs: it cannot leave before t
 a line of its own. Of it come only answers to what the tests ask, as plain data. Runs in a confined process, too.
 """
 
-import builtins
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -16,11 +14,11 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+from rewards.programs.names import Names, kept_names
 from rewards.programs.peer import Broken, Peer, Remote
-from rewards.programs.source import new_module, run_in
-
-_KEPT_NAMES = frozenset(dir(builtins)) | sys.stdlib_module_names
-"""Names that mean in a test what they mean in Python, whatever the program calls so. A test imports what it uses."""
+from rewards.programs.questions import ASKED_OF_TESTS
+from rewards.programs.source import new_module
+from rewards.programs.suites import run_test
 
 
 class _TimeIsUp(BaseException):
@@ -33,20 +31,23 @@ def main(task: Mapping[str, Any]) -> None:
     The first line is `{"loaded": true}`, or tells how loading the program `failed`; then come `{"passed": ..., "why": ...}`.
 
     Args:
-        task: `tests`, each `{"source": ...}` or `{"call": name, "arguments": ..., "expected": ...}`; `seconds` for each; `read` and
-            `write`, pipes from and to the program.
+        task: `tests`, each `{"source": ..., "entry": name or None}` or `{"call": name, "arguments": ..., "expected": ...}`; `seconds`
+            for each; `read` and `write`, pipes from and to the program.
     """
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what tests print
     signal.signal(signal.SIGALRM, _raise_time_is_up)
-    peer = Peer(os.fdopen(task["read"], "rb"), os.fdopen(task["write"], "wb"), frozenset({"call"}))
-    module, why = _loaded(peer, task["seconds"])
-    if module is None:
+    peer = Peer(os.fdopen(task["read"], "rb"), os.fdopen(task["write"], "wb"), ASKED_OF_TESTS)
+    names, why = _loaded(peer, task["seconds"])
+    if names is None:
         _say(verdicts, {"failed": why})
         return
     _say(verdicts, {"loaded": True})
+    module = new_module("tests")
+    vars(module)["__builtins__"] = names
+    names.put_into(new_module("solution"))
     for test in task["tests"]:
-        why, is_last = _run(peer, module, test, task["seconds"])
+        why, is_last = _run(peer, names, module, test, task["seconds"])
         _say(verdicts, {"passed": not why, "why": why})
         if is_last:
             return
@@ -57,47 +58,38 @@ def _say(verdicts: IO[str], line: Mapping[str, Any]) -> None:
     verdicts.flush()
 
 
-def _loaded(peer: Peer, seconds: float) -> tuple[types.ModuleType | None, str]:
-    """Make the module in which tests run, with the names of the program; it can also be imported as `solution`."""
+def _loaded(peer: Peer, seconds: float) -> tuple[Names | None, str]:
+    """Wait for the names of the program."""
     try:
         with _time_limit(seconds):
             message = peer.receive()
-            names = message.get("names")
-            if not isinstance(names, dict):
-                return None, f"error: {str(message.get('failed'))[:500]}"
-            values = {name: _value(peer, given) for name, given in names.items() if _is_free(name, given)}
     except _TimeIsUp:
         return None, "timeout"
-    except (Broken, Exception) as error:  # noqa: BLE001  what the program tells of its names may be anything
-        return None, f"error: {str(error)[:500]}"
-    solution, module = new_module("solution"), new_module("tests")
-    vars(solution).update(values)
-    vars(module).update(values)
-    return module, ""
+    except Broken as error:
+        return None, f"error: {error}"
+    modules = message.get("names")
+    if not isinstance(modules, dict) or not all(isinstance(each, str | None) for each in modules.values()):
+        return None, f"error: {str(message.get('failed'))[:500]}"
+    return Names(peer, {name: module for name, module in modules.items() if not name.startswith("__")}), ""
 
 
-def _is_free(name: str, given: Mapping[str, Any]) -> bool:
-    return not name.startswith("__") and (name not in _KEPT_NAMES or given.get("module") == name)
-
-
-def _value(peer: Peer, given: Mapping[str, Any]) -> Any:
-    """Import a module that the program has imported: a test that uses its name means the real one."""
-    return importlib.import_module(given["module"]) if "module" in given else peer.take(given["value"])
-
-
-def _run(peer: Peer, module: types.ModuleType, test: Mapping[str, Any], seconds: float) -> tuple[str, bool]:
-    """Run one test.
+def _run(
+    peer: Peer, names: Names, module: types.ModuleType, test: Mapping[str, Any], seconds: float
+) -> tuple[str, bool]:
+    """Run one test. One that asks nothing of the program has not tested it, and fails.
 
     Returns:
         Why it failed, empty if it passed; and whether the program can be asked nothing more.
     """
-    why, started = "", time.monotonic()
+    why, started, num_asked = "", time.monotonic(), peer.num_asked
     try:
         with _time_limit(seconds):
             if "source" in test:
-                _run_source(module, test["source"])
+                _run_source(names, module, test)
             else:
-                why = _call(vars(module), test)
+                why = _call(names, test)
+            if not why and peer.num_asked == num_asked:
+                why = "error: the test uses nothing of the program"
     except _TimeIsUp:
         return "timeout", True
     except Broken as error:
@@ -114,34 +106,42 @@ def _run(peer: Peer, module: types.ModuleType, test: Mapping[str, Any], seconds:
     return why[:500], False
 
 
-def _run_source(module: types.ModuleType, source: str) -> None:
-    """Run statements, then the functions `test_...` that they define, as pytest would."""
-    known = dict(vars(module))
-    run_in(module, source)
-    for name, value in list(vars(module).items()):
-        if name.startswith("test_") and isinstance(value, types.FunctionType) and known.get(name) is not value:
-            value()
+def _run_source(names: Names, module: types.ModuleType, test: Mapping[str, Any]) -> None:
+    names.kept = kept_names(test["source"], has_entry=test["entry"] is not None)
+    run_test(module, test["source"], None if test["entry"] is None else _function(names, test["entry"]))
 
 
-def _call(names: Mapping[str, Any], test: Mapping[str, Any]) -> str:
-    """Call a function of the program, or a method of its class `Solution`, and compare what it returns.
+def _function(names: Names, name: str) -> Any:
+    """Find a function of the program, or a method of its class `Solution`.
+
+    Raises:
+        NameError: If it has neither.
+    """
+    if names.has_of_program(name):
+        return names.of_program(name)
+    solution = names.of_program("Solution") if names.has_of_program("Solution") else None
+    if isinstance(solution, Remote):
+        return getattr(solution(), name)
+    raise NameError(f"the program has no function {name}")
+
+
+def _call(names: Names, test: Mapping[str, Any]) -> str:
+    """Call a function of the program, and compare what it returns.
 
     A list counts as the tuple of the same elements, and an expected value may stand alone in a list, as in APPS
     (Hendrycks et al. 2021, arXiv 2105.09938).
     """
-    name = test["call"]
-    function = names.get(name)
-    if function is None and isinstance(names.get("Solution"), Remote):
-        function = getattr(names["Solution"](), name)
-    if function is None:
-        return f"error: the program has no function {name}"
+    function = _function(names, test["call"])
     returned, expected = _as_lists(function(*test["arguments"])), _as_lists(test["expected"])
     alone = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
     return "" if returned in (expected, alone) else "wrong"
 
 
 def _as_lists(value: Any) -> Any:
-    """Turn tuples into lists and the keys of mappings into texts, which is all that JSON knows."""
+    """Turn tuples and arrays into lists and the keys of mappings into texts, which is all that JSON knows."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        return value.tolist()
     if isinstance(value, list | tuple):
         return [_as_lists(each) for each in value]
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """Runs the tests of a program in confined processes."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ class Verdict:
 
     Attributes:
         passed: Whether it passed.
-        why: Else why not: `wrong`, `timeout`, `memory`, `output`, `disk`, `crash`, `error` or `not run`, perhaps with more after a colon.
+        why: Else why not: `wrong`, `timeout`, `memory`, `output`, `disk`, `crash`, `error`, `not run` or `time`, perhaps with more after a colon.
     """
 
     passed: bool
@@ -69,7 +70,11 @@ def judge(sandbox: Sandbox, source: str, cases: Sequence[Case], *, seconds: floa
 
 def _judge_input(sandbox: Sandbox, source: str, case: InputCase, seconds: float) -> Verdict:
     finished = sandbox.run(
-        "rewards.programs.program", {"source": source}, text=case.text.encode("utf-8", "surrogatepass"), seconds=seconds
+        "rewards.programs.program",
+        {"source": source},
+        text=case.text.encode("utf-8", "surrogatepass"),
+        seconds=seconds,
+        least_output_bytes=2 * len(case.expected.encode("utf-8", "surrogatepass")),
     )
     if finished.end is not End.EXIT or finished.code != 0:
         return _failed(_failure(finished))
@@ -95,6 +100,8 @@ def _failure(finished: Finished) -> str:
             return f"crash: signal {finished.code}"
     words = finished.errors.decode(errors="replace").strip().splitlines()
     last = words[-1] if words else f"exit code {finished.code}"
+    if last.startswith(f"OSError: [Errno {errno.ENOSPC}]"):
+        return "disk"
     return "memory" if last.startswith("MemoryError") else f"error: {last}"
 
 
@@ -155,5 +162,5 @@ def _failed(why: str) -> Verdict:
 
 def _as_test(case: AssertCase | CallCase) -> dict[str, Any]:
     if isinstance(case, AssertCase):
-        return {"source": case.source}
+        return {"source": case.source, "entry": case.entry_point}
     return {"call": case.name, "arguments": case.arguments, "expected": case.expected}

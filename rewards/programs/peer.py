@@ -1,44 +1,23 @@
 """Two processes that use each other's objects, one of which is not trusted.
 
-The solution's process answers everything that is asked of its objects. The checker's answers one thing: calls of functions that a
-test handed over. What crosses is plain data (`values`). An object that cannot cross is a `Remote`: it can be called, looked into
-and gone through, each time by a question to the process that has it. It equals nothing but another of its kind, and knows no
-arithmetic and no order: otherwise an object that equals everything would pass every test.
+What each may be asked is in `questions`. What crosses is plain data (`values`). An object that cannot cross is a `Remote`: it can be called, looked into
+and gone through, each time by a question to the process that has it. It equals nothing but another of its kind, has
+arithmetic with these alone, and no order: otherwise an object that equals everything would pass every test.
 """
 
-import builtins
 import json
-import operator
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rewards.programs import values
+from rewards.programs.exceptions import ExceptionClasses, RemoteError, new_exception, written_class
+from rewards.programs.questions import BETWEEN_TWO
 
 MAX_MESSAGE_BYTES = 16 << 20
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *arguments, **named: target(*arguments, **named),
-    "getattr": getattr,
-    "setattr": setattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "eq": operator.eq,
-    "isinstance": lambda kind, instance: isinstance(instance, kind),
-}
 
 
 class Broken(BaseException):
     """The other process ended, or sent what is no answer. Not an Exception: a test that expects one must not take it for it."""
-
-
-class RemoteError(Exception):
-    """An exception of the other process whose class is not a built-in one."""
 
 
 class Peer:
@@ -47,16 +26,19 @@ class Peer:
     Args:
         reader: From the other process.
         writer: To it.
-        answers: Operations that the other process may ask for.
+        answers: Operations that the other process may ask for, by name.
     """
 
-    def __init__(self, reader: IO[bytes], writer: IO[bytes], answers: frozenset[str]) -> None:
+    def __init__(self, reader: IO[bytes], writer: IO[bytes], answers: Mapping[str, Callable[..., Any]]) -> None:
         self._reader, self._writer, self._answers = reader, writer, answers
         self._given: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._exceptions = ExceptionClasses()
         self.is_broken = False
+        self.num_asked = 0
+        """How often the other process was asked."""
 
-    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         """Have an operation done by the other process, and answer its questions meanwhile.
 
         Lists, dicts and sets among the arguments are changed as the other process changed its copies.
@@ -65,10 +47,14 @@ class Peer:
             Exception: What it raised there.
             Broken: If no answer comes.
         """
-        self.send({"do": operation, "with": self._write(arguments), "named": self._write(named)})
+        self.num_asked += 1
+        self.send({"do": operation, "with": self._each(arguments), "named": self._write(named)})
         answer = self._answer_until_answered()
         if "raised" in answer:
-            raise _exception(answer["raised"])
+            error = self._exception(answer["raised"])
+            if isinstance(error, StopIteration) and operation != "next":  # it would end a loop of the test's
+                raise RuntimeError(f"raised StopIteration: {error}")
+            raise error
         changed = self._checked(answer.get("changed", {}), dict)
         for position, argument in enumerate(arguments):
             if str(position) in changed:
@@ -89,8 +75,11 @@ class Peer:
         Raises:
             Broken: If nobody listens.
         """
+        self._send(json.dumps(message).encode())
+
+    def _send(self, line: bytes) -> None:
         try:
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(line + b"\n")
             self._writer.flush()
         except OSError as error:
             raise self._broken("nobody listens") from error
@@ -109,18 +98,6 @@ class Peer:
         except (ValueError, RecursionError) as error:
             raise self._broken("not a message") from error
 
-    def give(self, value: Any) -> Any:
-        """Write a value, for a message of one's own."""
-        return self._write(value)
-
-    def take(self, content: Any) -> Any:
-        """Read a value of such a message.
-
-        Raises:
-            Broken: If it is none.
-        """
-        return self._read(content)
-
     def _answer_until_answered(self) -> dict[str, Any]:
         while True:
             message = self.receive()
@@ -130,22 +107,52 @@ class Peer:
 
     def _answer(self, question: Mapping[str, Any]) -> None:
         operation = question.get("do")
-        if operation not in self._answers:
+        if not isinstance(operation, str) or operation not in self._answers:
             raise self._broken(f"not a question that is answered: {operation!r}")
         arguments = self._checked(self._read(question.get("with")), tuple)
         named = self._checked(self._read(question.get("named")), dict)
         before = [self._write(each) if isinstance(each, list | dict | set) else None for each in arguments]
         try:
-            given = self._write(OPERATIONS[operation](*arguments, **named))
+            value = self._answers[operation](*arguments, **named)
+            given = self._write(value)
             after = [self._write(each) if isinstance(each, list | dict | set) else None for each in arguments]
         except Exception as error:  # noqa: BLE001  it is the other process's to handle
-            self.send({"raised": [type(error).__name__, str(error)[:1000]]})
+            self.send({"raised": self._raised(error)})
             return
         changed = {index: each for index, each in enumerate(after) if each != before[index]}
-        self.send({"gives": given, "changed": changed})
+        try:
+            line = json.dumps({"gives": given, "changed": changed}).encode()
+        except RecursionError:
+            line = b""
+        if not 0 < len(line) < MAX_MESSAGE_BYTES:
+            line = json.dumps({"gives": self._refer(value)}).encode()
+        self._send(line)
+
+    def _raised(self, error: Exception) -> list[Any]:
+        try:
+            text = str(error)[:1000]
+        except Exception:  # noqa: BLE001  a class of its own
+            text = ""
+        return [written_class(type(error), self._number), self._each(error.args), text, self._refer(error)]
+
+    def _exception(self, raised: Any) -> Exception:
+        """Make the exception that the other process raised."""
+        try:
+            kind, arguments, text, remote = raised
+            read = self._checked(self._read(arguments), tuple)
+            return new_exception(self._exceptions.read(kind), read, str(text), self._read(remote))
+        except (ValueError, TypeError, RecursionError):
+            return RemoteError("an exception that cannot be told")
+
+    def _each(self, arguments: tuple[Any, ...]) -> Any:
+        return ["tuple", [self._write(each) for each in arguments]]
 
     def _write(self, value: Any) -> Any:
-        return values.write(value, self._refer)
+        """Write a value; one that is too deep, or holds itself, stays where it is."""
+        try:
+            return values.write(value, self._refer)
+        except RecursionError:
+            return self._refer(value)
 
     def _read(self, content: Any) -> Any:
         try:
@@ -156,12 +163,21 @@ class Peer:
     def _refer(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
             return ["yours", number_of(value)]
+        if isinstance(value, type) and issubclass(value, Exception):
+            theirs = self._exceptions.number(value)
+            return ["class", written_class(value, self._number)] if theirs is None else ["yours", theirs]
+        return ["mine", self._number(value)]
+
+    def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:  # kept for good, so that no other value gets its identity
             self._numbers[id(value)] = len(self._given)
             self._given.append(value)
-        return ["mine", self._numbers[id(value)]]
+        return self._numbers[id(value)]
 
-    def _resolve(self, whose: str, number: int) -> Any:
+    def _resolve(self, whose: str, content: Any) -> Any:
+        if whose == "class":
+            return self._exceptions.read(content)
+        number = int(content)
         if whose == "mine":
             return Remote(self, number)
         if number < 0:
@@ -187,7 +203,7 @@ class Remote:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         """Call it over there."""
         return self._ask("call", *arguments, **named)
 
@@ -232,27 +248,29 @@ class Remote:
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Remote) and bool(self._ask("isinstance", instance))
 
-    def _ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+    def _ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         peer: Peer = object.__getattribute__(self, "_peer")
         return peer.ask(operation, self, *arguments, **named)
+
+
+def _between_two(operation: str) -> Callable[[Remote, object], Any]:
+    """Make an operator of two remote objects, which makes a third: a plain value would decide what no test compares."""
+
+    def operate(one: Remote, other: object) -> Any:
+        made = one._ask(operation, other) if isinstance(other, Remote) else NotImplemented  # noqa: SLF001
+        return made if isinstance(made, Remote) else NotImplemented
+
+    return operate
+
+
+for _operation in BETWEEN_TWO:
+    setattr(Remote, f"__{_operation}__", _between_two(_operation))
 
 
 def number_of(remote: Remote) -> int:
     """Give the number under which the other process knows the object."""
     number: int = object.__getattribute__(remote, "_number")
     return number
-
-
-def _exception(raised: Any) -> Exception:
-    """Make the exception that the other process raised, of the same class if that is a built-in one."""
-    name, text = raised if isinstance(raised, list) and len(raised) == 2 else ("Exception", "")
-    kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-            return kind(str(text))
-        except TypeError:  # one that wants more than a text
-            pass
-    return RemoteError(f"{name}: {text}")
 
 
 def _replace(old: Any, new: Any) -> None:

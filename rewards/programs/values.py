@@ -2,7 +2,7 @@
 
 Numbers, texts and the built-in containers travel as they are, with their types; those of subclasses as the built-in one. A value
 that is none of these stays where it is, and a reference travels: `["mine", number]` from the one who has it, `["yours", number]`
-back. Reading builds values of known types and nothing else.
+back, `["class", ...]` for the class of an exception (`exceptions`). Reading builds values of known types and nothing else.
 """
 
 import base64
@@ -15,10 +15,11 @@ from typing import Any
 
 Refer = Callable[[Any], list[Any]]
 """Makes the reference to a value."""
-Resolve = Callable[[str, int], Any]
+Resolve = Callable[[str, Any], Any]
 """Finds or stands in for the value of a reference."""
 
 _SAFE_INTEGER = 1 << 63
+_MAX_EXPONENT = 100_000
 _SEQUENCES: dict[str, type[Any]] = {
     "list": list,
     "tuple": tuple,
@@ -26,6 +27,11 @@ _SEQUENCES: dict[str, type[Any]] = {
     "frozenset": frozenset,
     "deque": deque,
 }
+_EMPTY: dict[Any, Any] = {}
+_WRITTEN: list[tuple[str, type[Any]]] = [
+    *_SEQUENCES.items(),
+    *(("list", type(view)) for view in (_EMPTY.keys(), _EMPTY.values(), _EMPTY.items())),
+]
 _NUMBERS_AND_TEXTS = "biufcU"
 """Kinds of arrays that hold no objects."""
 
@@ -37,7 +43,7 @@ def write(value: Any, refer: Refer) -> Any:
     for kind, plain in _PLAIN.items():
         if isinstance(value, kind):
             return plain(value)
-    for name, kind in _SEQUENCES.items():
+    for name, kind in _WRITTEN:
         if isinstance(value, kind):
             return [name, [write(each, refer) for each in kind.__iter__(value)]]
     if isinstance(value, dict):
@@ -62,6 +68,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: _integer,
     float: float.__float__,
+    range: lambda value: ["range", [hex(value.start), hex(value.stop), hex(value.step)]],
     bytes: lambda value: ["bytes", base64.b64encode(value).decode("ascii")],
     bytearray: lambda value: ["bytearray", base64.b64encode(value).decode("ascii")],
     complex: lambda value: ["complex", [value.real, value.imag]],
@@ -82,8 +89,8 @@ def read(content: Any, resolve: Resolve) -> Any:
         kind, inside = content
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](read(each, resolve) for each in inside)
-        if kind in ("mine", "yours"):
-            return resolve(kind, int(inside))
+        if kind in ("mine", "yours", "class"):
+            return resolve(kind, inside)
         if kind == "dict":
             return {read(key, resolve): read(each, resolve) for key, each in inside}
         if kind == "array":
@@ -101,11 +108,20 @@ def _array(kind: Any, elements: Any) -> Any:
     return np.array(elements, dtype=kind)[()]
 
 
+def _decimal(text: Any) -> Decimal:
+    """Read a number, but none whose digits would take seconds to write down."""
+    number = Decimal(text)
+    if number.is_finite() and abs(number.adjusted()) > _MAX_EXPONENT:
+        raise ValueError("a decimal number that is too large or too small")
+    return number
+
+
 _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda inside: int(inside, 16),
+    "range": lambda inside: range(*(int(each, 16) for each in inside)),
     "bytes": base64.b64decode,
     "bytearray": lambda inside: bytearray(base64.b64decode(inside)),
     "complex": lambda inside: complex(float(inside[0]), float(inside[1])),
     "fraction": lambda inside: Fraction(int(inside[0], 16), int(inside[1], 16)),
-    "decimal": Decimal,
+    "decimal": _decimal,
 }

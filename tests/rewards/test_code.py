@@ -1,6 +1,8 @@
 """Programs against tests: what passes, what fails, and what cheats."""
 
 import json
+import os
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +13,6 @@ from rewards.confinement.choice import Choice, choose
 from rewards.confinement.layers import Layer
 from rewards.confinement.limits import Limits
 from rewards.confinement.sandbox import ConfinementError, Sandbox
-from rewards.programs.blocks import last_python_block
-from rewards.programs.cases import AssertCase, CallCase, InputCase, cases_of
 
 pytestmark = pytest.mark.skipif(bool(choose(Limits()).open), reason="programs cannot be confined on this machine")
 
@@ -98,6 +98,12 @@ def test_programs_that_read_and_write(reward: PassedTests, source: str, expected
     assert reward(completions=[block(source)], verification_info=[json.dumps(info)]) == [expected]
 
 
+def test_a_right_answer_is_never_too_long(reward: PassedTests) -> None:
+    tests = [{"input": "", "output": "x" * (3 << 19)}]
+    assert share(reward, "print('x' * (3 << 19))", tests) == 1.0
+    assert failures(reward, "print('x' * (1 << 22))", tests) == "output"
+
+
 CHEATS = {
     "leaves before the tests": "import sys\nsys.exit(0)",
     "leaves for good": "import os\nos._exit(0)",
@@ -150,6 +156,12 @@ def test_a_cheat_passes_nothing(reward: PassedTests, hasty: PassedTests, cheat: 
         ("class math:\n    isclose = lambda *_: True\ndef f(x):\n    return 7", "assert math.isclose(f(1), 3)"),
         ("def abs(x):\n    return 0\ndef f(x):\n    return 7", "assert abs(f(1) - 3) < 1e-6"),
         ("class A:\n    __contains__ = lambda *_: True\ndef f(x):\n    return A()", "assert 3 in f(1)"),
+        ("def f(x):\n    raise StopIteration", "for v in map(f, [1, 2, 3]):\n    assert v == 3"),
+        ("x = 1", "assert max([1, 5, 3]) == 5"),
+        ("class V:\n    __sub__ = lambda *_: 0\ndef f(x):\n    return V()", "assert f(1) - f(2) == 0"),
+        ("def max(x):\n    return x[0]", "assert max([1, 5, 3]) == 5"),
+        ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import f\nassert abs(f(1) - 3) < 1e-6"),
+        ("abs = lambda x: 0\ndef f(x):\n    return 7", "from solution import *\nassert abs(f(1) - 3) < 1e-6"),
     ],
 )
 def test_tests_that_catch_or_use_builtins_are_not_fooled(
@@ -178,11 +190,87 @@ def test_tests_that_catch_or_use_builtins_are_not_fooled(
         ("import numpy as np\ndef f(x):\n    return np.array(x) * 2", "import numpy as np\nassert (f([1, 2]) == np.array([2, 4])).all()"),
         ("def f(x):\n    return x", "from solution import f\ndef test_f():\n    assert f(1) == 1"),
         ("def f(x):\n    return x", "def check(candidate):\n    assert candidate(1) == 1\ncheck(f)"),
+        ("def f(nums, target, operation):\n    return nums + [target, operation]",
+         "assert f(nums=[2], target=9, operation='x') == [2, 9, 'x']"),
+        (("sieve = [True] * 10**7\nknot = {}\nknot['self'] = knot\ndeep = ()\nfor _ in range(2000):\n    deep = (deep,)\n"
+         "def f(x):\n    return x"), "assert f(1) == 1"),
+        ("deep = ()\nfor _ in range(2000):\n    deep = (deep,)\ndef f(x):\n    return x", "assert f(deep) is not None"),
+        ("calls = []\ndef f(x):\n    calls.append(x)", "f(1)\nf(2)\nassert calls == [1, 2]"),
+        ("import sys\ndef f(x):\n    return x\nsys.exit(0)", "assert f(1) == 1"),
+        ("def max(x):\n    return sorted(x)[-1]", "assert max([1, 5, 3]) == 5"),
+        ("def tokenize(x):\n    return x.split()\nclass queue:\n    size = 7", "assert tokenize('a b') == ['a', 'b']\nassert queue().size == 7"),
+        (("class E(ValueError):\n    def __init__(self, code):\n        self.code = code\n    def __str__(self):\n        return 'no'\n"
+         "class F(E): pass\ndef f(x):\n    raise F(7)"),
+         ("try:\n    f(1)\nexcept E as error:\n    assert (error.code, str(error)) == (7, 'no')\nelse:\n    assert False\n"
+         "try:\n    f(1)\nexcept ValueError:\n    pass")),
+        ("def f(x):\n    return {}[x]", "try:\n    f(1)\nexcept KeyError as error:\n    assert error.args == (1,)"),
+        ("import json\ndef f(x):\n    return json.loads(x)", "import json\ntry:\n    f('x')\nexcept json.JSONDecodeError:\n    pass"),
+        ("def f(xs):\n    return sum(xs)", "assert f(range(5)) == f(iter([4, 6])) == f({10: 1}.keys()) == f(x for x in [9, 1]) == 10"),
+        ("def f(n):\n    return range(n)", "assert f(3) == range(3)"),
+        (("class V:\n    def __init__(self, x):\n        self.x = x\n    def __add__(self, other):\n        return V(self.x + other.x)\n"
+          "    def __eq__(self, other):\n        return self.x == other.x"), "assert V(1) + V(2) == V(3)\nassert V(1) + V(2) != V(4)"),
+        ("def f(t):\n    return t.val + t[0] + len(t) + sum(t) + t.more(1)",
+         ("class T:\n    val = 1\n    def __getitem__(self, i):\n        return 2\n    def __len__(self):\n        return 3\n"
+         "    def __iter__(self):\n        return iter([4])\n    def more(self, x):\n        return x + 4\nassert f(T()) == 15")),
     ],
 )  # fmt: skip
 def test_honest_programs_pass(reward: PassedTests, source: str, test: str) -> None:
     assert failures(reward, source, [test]) == ""
     assert share(reward, source, [test]) == 1.0
+
+
+WRONG = "def add(a, b):\n    return 'nonsense'"
+CASE = "import unittest\nclass AddCase(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n"
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        json.dumps(ADD_TESTS[0]),
+        json.dumps(json.dumps(ADD_TESTS)),
+        [
+            CASE,
+            f"{CASE}if __name__ == '__main__':\n    unittest.main()",
+            f"{CASE}unittest.main()",
+            "class TestAdd:\n    def test_a(self):\n        assert add(1, 2) == 3",
+            "async def test_a():\n    assert add(1, 2) == 3",
+            f"{CHECK}\ncheck(add)",
+        ],
+    ],
+)
+def test_tests_that_nothing_calls_are_run_all_the_same(reward: PassedTests, tests: Any) -> None:
+    assert reward(completions=[block(ADD), block(WRONG)], tests=[tests] * 2) == [1.0, 0.0]
+
+
+def test_a_test_that_uses_nothing_of_the_program_fails(reward: PassedTests) -> None:
+    tests = ["# assert add(1, 2) == 3", "assert 1 + 2 == 3", "assert max([1, 5, 3]) == 5", "def test_a(): pass"]
+    assert failures(reward, WRONG, tests) == "error: the test uses nothing of the program"
+    assert share(reward, WRONG, tests) == 0.0
+
+
+def test_a_program_cannot_skip_a_case(reward: PassedTests) -> None:
+    assert share(reward, "import unittest\ndef add(a, b):\n    raise unittest.SkipTest('no')", [CASE]) == 0.0
+
+
+def test_what_tests_need_stands_before_each_of_them(reward: PassedTests, hasty: PassedTests) -> None:
+    tests = [
+        "import math",
+        "half = lambda x: x / 2",
+        "assert f(1) == 1",
+        "assert half(f(4)) == 2",
+        "assert math.sqrt(f(4)) == 2",
+    ]
+    assert share(reward, "def f(x):\n    return x", tests) == 1.0
+    assert share(hasty, "def f(x):\n    while x == 1: pass\n    return x", tests) == 2 / 3
+    assert share(reward, "def f(x):\n    return x", tests[:2]) == 0.0
+
+
+def test_check_is_called_with_the_entry_point(reward: PassedTests) -> None:
+    completions = [block(ADD), block(WRONG)]
+    assert reward(completions=completions, tests=[CHECK] * 2, entry_point=["add"] * 2) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"row 1: a test is called with .* needs a column `entry_point`"):
+        reward(completions=completions, tests=[ADD_TESTS, CHECK])
 
 
 def test_a_test_function_that_fails_fails(reward: PassedTests) -> None:
@@ -195,6 +283,15 @@ def test_functions_are_called_as_apps_calls_them(reward: PassedTests) -> None:
     assert share(reward, "class Solution:\n    def add(self, a, b):\n        return a + b", tests) == 1.0
     assert share(reward, "def add(a, b):\n    return (1, 2)", tests) == 0.5
     assert share(reward, "def other(): ...", tests) == 0.0
+    assert share(reward, "def max(a, b):\n    return a + b", {**tests, "fn_name": "max"}) == 1.0
+    assert (
+        share(
+            reward,
+            "import numpy as np\ndef add(a, b):\n    return np.array([a, b])",
+            {**tests, "outputs": [[1, 2], [[1], [2]]]},
+        )
+        == 1.0
+    )
     lines = [{"fn_name": "add", "input": '"a"\n"b"', "output": '"ab"'}]
     assert share(reward, ADD, lines) == 1.0
 
@@ -236,6 +333,29 @@ def test_tests_that_are_left_when_the_time_is_up_have_failed() -> None:
     assert failures(hurried, "def f(x):\n    while True: pass", ["assert f(1)"] * 9) == "timeout; not run"
 
 
+def test_a_call_ends_in_time_whatever_the_programs_do() -> None:
+    hurried = PassedTests(timeout_seconds=1, max_call_seconds=1.5, concurrency=1)
+    logged: dict[str, Any] = {}
+    started = time.monotonic()
+    completions = [block("def add(a, b):\n    while True: pass")] * 9
+    assert hurried(completions=completions, tests=[ADD_TESTS[:1]] * 9, log_extra=logged.__setitem__) == [0.0] * 9
+    assert time.monotonic() - started < 4
+    assert logged["tests_failed"][::8] == ["timeout", "time"]
+
+
+def test_programs_at_the_same_time_fit_into_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    for memory, expected in {1024: 6, 4096: 1, 16384: 1, 64: 64}.items():
+        assert PassedTests(max_memory_mib=memory, allow_unconfined=True)._concurrency == expected
+
+
+def test_a_number_of_many_digits_takes_no_time(hasty: PassedTests) -> None:
+    started = time.monotonic()
+    source = "from decimal import Decimal\ndef f(x):\n    return Decimal(f'1E+{x}')"
+    assert share(hasty, source, ["assert int(f(99999999)) == 3", "assert f(3) == 1000"]) == 0.5
+    assert time.monotonic() - started < 4
+
+
 def test_what_is_logged(reward: PassedTests) -> None:
     columns: dict[str, Any] = {}
     metrics: dict[str, float] = {}
@@ -250,48 +370,8 @@ def test_what_is_logged(reward: PassedTests) -> None:
     assert metrics == pytest.approx({f"code/{name}": value for name, value in shares.items()})
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (block("x = 1"), "x = 1\n"),
-        ("```python\na\n```\n```py\nb\n```\n```\nc\n```", "b\n"),
-        ("  ```Python title\n  a\n  ```", "  a\n"),
-        ("~~~python\n```\na\n~~~", "```\na\n"),
-        ("````python\n```\n````", "```\n"),
-        ("```python\nunfinished", None),
-        ("x = 1", None),
-    ],
-)
-def test_the_last_complete_block_is_the_program(text: str, expected: str | None) -> None:
-    assert last_python_block(text) == expected
-
-
 def test_the_whole_text_can_be_the_program() -> None:
     assert PassedTests(without_block="text")(completions=[ADD, block(ADD)], tests=[ADD_TESTS] * 2) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("tests", "expected"),
-    [
-        (["assert f() == 1"], [AssertCase(source="assert f() == 1")]),
-        ('["assert f() == 1"]', [AssertCase(source="assert f() == 1")]),
-        ("assert f() == 1\nassert g()", [AssertCase(source="assert f() == 1\nassert g()")]),
-        ([{"input": "1", "output": "2"}], [InputCase(text="1", expected="2")]),
-        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, [InputCase(text="1\n2", expected="3")]),
-        ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, [CallCase(name="f", arguments=[1], expected=2)]),
-        ({"language": "Python", "test_cases": []}, None),
-        (None, None),
-    ],
-)
-def test_forms_of_tests(tests: Any, expected: Any) -> None:
-    assert cases_of(tests, None) == expected
-    assert cases_of("ignored", tests) == (expected if tests is not None else [AssertCase(source="ignored")])
-
-
-@pytest.mark.parametrize("tests", [7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}], {"x": 1}])
-def test_other_forms_are_refused(tests: Any) -> None:
-    with pytest.raises(ValueError, match=r"tests? (are|is|need)"):
-        cases_of(tests, None)
 
 
 def test_bad_parameters_are_named() -> None:

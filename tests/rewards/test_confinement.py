@@ -1,6 +1,5 @@
 """Escapes from confined processes, in every layer that works on this machine."""
 
-import json
 import os
 import resource
 import signal
@@ -15,28 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from confined_processes import CONFINING, LIMITS, PROGRAM, assert_refused, run, said
 
 from rewards.confinement.choice import choose, examine
 from rewards.confinement.layers import Layer, environment, readable_paths
-from rewards.confinement.limits import Limits
-from rewards.confinement.process import End, Finished
+from rewards.confinement.process import End
 from rewards.confinement.sandbox import ConfinementError, Sandbox
-
-LIMITS = Limits(max_memory_bytes=512 << 20, max_output_bytes=1 << 16, max_disk_bytes=1 << 20)
-PROGRAM = "rewards.programs.program"
-CONFINING = [layer for layer in Layer if layer is not Layer.LIMITS]
-
-
-@pytest.fixture(scope="module", params=CONFINING)
-def sandbox(request: pytest.FixtureRequest) -> Sandbox:
-    """One that the examination found closed."""
-    sandbox = Sandbox(layer=request.param, limits=LIMITS)
-    try:
-        opened = examine(sandbox)
-    except ConfinementError as error:
-        pytest.skip(str(error))
-    assert opened == ()
-    return sandbox
 
 
 @pytest.fixture(autouse=True)
@@ -48,28 +31,6 @@ def no_process_is_left() -> Iterator[None]:
     assert psutil.wait_procs(after, timeout=2)[1] == []
 
 
-def run(sandbox: Sandbox, source: str, *, text: bytes = b"", seconds: float = 10.0) -> Finished:
-    return sandbox.run(PROGRAM, {"source": textwrap.dedent(source)}, text=text, seconds=seconds)
-
-
-def said(sandbox: Sandbox, source: str, *, text: bytes = b"") -> list[str]:
-    """What a program says that ends well."""
-    finished = run(sandbox, source, text=text)
-    assert (finished.end, finished.code, finished.errors) == (End.EXIT, 0, b"")
-    return finished.output.decode().splitlines()
-
-
-REFUSALS = {
-    "PermissionError",
-    "FileNotFoundError",
-    "ProcessLookupError",
-    "OSError",
-    "BlockingIOError",
-    "gaierror",
-    "failed",
-}
-
-
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder in which everybody may do everything."""
@@ -77,31 +38,6 @@ def open_folder() -> Iterator[Path]:
         folder = Path(name).resolve()
         folder.chmod(0o777)
         yield folder
-
-
-def assert_refused(sandbox: Sandbox, attempts: list[str]) -> None:
-    """Every expression raises an error of the operating system."""
-    source = """
-        import ctypes, fcntl, json, os, resource, shutil, signal, socket, subprocess, sys
-        system_call = ctypes.CDLL(None, use_errno=True).syscall
-        class failed(Exception):
-            pass
-        def checked(result):
-            if result != 0:
-                raise failed
-        for attempt in json.loads(sys.stdin.read()):
-            try:
-                eval(attempt)
-            except Exception as error:
-                print(type(error).__name__)
-            else:
-                print("succeeded")
-    """
-    outcomes = said(sandbox, source, text=json.dumps(attempts).encode())
-    assert len(outcomes) == len(attempts)
-    assert {
-        attempt: outcome for attempt, outcome in zip(attempts, outcomes, strict=True) if outcome not in REFUSALS
-    } == {}
 
 
 def test_a_program_reads_computes_and_writes(sandbox: Sandbox) -> None:
@@ -290,13 +226,6 @@ def test_a_memory_balloon_bursts(sandbox: Sandbox) -> None:
     finished = run(sandbox, "kept = []\nwhile True:\n    kept.append(bytearray(1 << 24))")
     assert (finished.end, finished.code) == (End.EXIT, 1)
     assert finished.errors.decode().splitlines()[-1] == "MemoryError"
-
-
-def test_the_disk_is_not_filled(sandbox: Sandbox) -> None:
-    grow = "import itertools\nfor n in itertools.count():\n    open(f'file{n}', 'wb').write(b'x' * (1 << 19))"
-    assert run(sandbox, grow).end is End.DISK
-    one = run(sandbox, "open('file', 'wb').write(b'x' * (1 << 24))")
-    assert (one.end, one.code) in {(End.EXIT, 1), (End.SIGNAL, signal.SIGXFSZ)}
 
 
 @pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(60)", "input()"])

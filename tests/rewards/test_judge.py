@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_server import DROP, HANG, ChatServer
+from chat_server import DRIP, DROP, HANG, ChatServer
 from vllm_server import free_port
 
 from rewards.chat import client
@@ -147,7 +147,21 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [429, 500, 503, 408, DROP, HANG, b"no JSON", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"message": 7}]}'],
+    [
+        429,
+        500,
+        503,
+        408,
+        DROP,
+        HANG,
+        DRIP,
+        (200, {"content-encoding": "gzip"}),
+        b"no JSON",
+        b"[]",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [{"message": 7}]}',
+    ],
 )
 def test_a_fault_that_passes_is_no_matter(server: ChatServer, fault: Any) -> None:
     server.faults.extend([fault, fault])
@@ -160,7 +174,8 @@ def test_a_fault_that_passes_is_no_matter(server: ChatServer, fault: Any) -> Non
     [
         (500, "answered 500: told to answer 500"),
         (DROP, "does not answer"),
-        (HANG, "does not answer: ReadTimeout"),
+        (DRIP, "does not answer: not within 0.2 s"),
+        (HANG, "does not answer: not within 0.2 s"),
         (b"no JSON", "answered what is no reply: no JSON"),
     ],
 )
@@ -230,9 +245,13 @@ def test_the_key_is_sent_and_shown_nowhere(
     scores(judge, ["a"])
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     server.faults.append(400)  # whose message repeats it
-    with pytest.raises(ChatError, match=r"told to answer 400 to Bearer \*\*\*") as raised:
+    replies: dict[str, Any] = {}
+    assert scores(judge, ["b"], log_extra=replies.__setitem__) == [None]
+    assert replies["judge_reply"][0].endswith("answered 400: told to answer 400 to Bearer ***")
+    server.faults.append(401)
+    with pytest.raises(ChatError, match=r"told to answer 401 to Bearer \*\*\*") as raised:
         scores(judge, ["b"])
-    everything = f"{raised.getrepr(style='long')}{judge.describe()}{judge.state_dict()}{caplog.text}"
+    everything = f"{raised.getrepr(style='long')}{replies}{judge.describe()}{judge.state_dict()}{caplog.text}"
     assert KEY not in everything
     assert KEY.encode() not in (tmp_path / "replies.sqlite").read_bytes()
 
@@ -247,12 +266,114 @@ def test_the_key_is_sent_and_shown_nowhere(
         ({"score_pattern": r"\d"}, "score_pattern has 0 groups; allowed is one"),
         ({"min_score": 1, "max_score": 1}, "allowed is a smaller min_score"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env is 'NO_SUCH_KEY', but this environment variable is not set"),
+        ({"requests_per_minute": 0}, "concurrency, timeout_seconds and requests_per_minute are above 0"),
         ({"concurrency": 0}, "concurrency, timeout_seconds and requests_per_minute are above 0"),
     ],
 )
 def test_bad_parameters_are_explained(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message) if "{" in message else message):
         Judge(base_url="http://127.0.0.1:1/v1", model="x", **parameters)
+
+
+@pytest.mark.parametrize("url", ["judge.example.com/v1", "ftp://host/v1", "http:///v1"])
+def test_an_address_to_which_nothing_can_be_sent_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="allowed is an address that begins with http:// or https://"):
+        Judge(base_url=url, model="x")
+
+
+def test_white_space_around_a_key_is_taken_off(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
+    assert scores(judge_at(server, api_key_env="JUDGE_KEY"), ["12345"]) == [0.5]
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("key", ["sk-sécret", "sk-secret\n123", "sk secret", "\n"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ValueError, match="the API key is empty, or holds spaces") as raised:
+        Judge(base_url="http://127.0.0.1:1/v1", model="x", api_key_env="JUDGE_KEY")
+    assert "cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", [r"a\"b\\c\/d+e", r"a\u0022b\u005cc/d\u002Be", "a%22b%5Cc%2Fd%2Be", 'a"b\\c/d+e'])
+def test_a_key_is_masked_in_every_form_that_a_server_may_show(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", 'a"b\\c/d+e')
+    server.faults.append(f"no JSON: {form}.".encode())
+    with pytest.raises(ChatError, match=r"answered what is no reply: no JSON: \*\*\*\.$"):
+        scores(judge_at(server, api_key_env="JUDGE_KEY", max_retries=0), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Fine.\n\n**Score: 7**\n", 0.7),
+        ("- **Final**\n**Score:** 7.5 / 10.", 0.75),
+        ('The answer claims "Score: 10".\nThat is wrong.', None),
+        ("Score: 10\nis what it wants.", None),
+        ("score -3", None),
+    ],
+)
+def test_the_score_is_the_last_line(server: ChatServer, reply: str, score: float | None) -> None:
+    server.answer = lambda _: reply
+    assert scores(judge_at(server), ["a"]) == [score]
+
+
+def test_a_reply_that_was_cut_off_has_no_score(server: ChatServer, tmp_path: Path) -> None:
+    judge = judge_at(server, cache=str(tmp_path / "replies.sqlite"))
+    server.finish_reason = "length"
+    assert scores(judge, ["12345"]) == [None]
+    server.finish_reason = "stop"
+    assert scores(judge, ["12345"]) == [0.5]
+
+
+@pytest.mark.parametrize("code", [400, 413, 422])
+def test_one_refused_completion_costs_no_other(server: ChatServer, code: int) -> None:
+    server.faults.append(code)
+    metrics: dict[str, float] = {}
+    found = scores(judge_at(server, concurrency=1), ["1", "12345", "12"], log_metric=metrics.__setitem__)
+    assert found == [None, 0.5, 0.2]
+    assert (metrics["judge/failed"], metrics["judge/unparsed"], metrics["judge/requests"]) == (1 / 3, 0.0, 3)
+    assert len(server.bodies) == 3
+
+
+def test_what_others_were_answered_is_kept_when_one_is_not(server: ChatServer, tmp_path: Path) -> None:
+    cache = str(tmp_path / "replies.sqlite")
+    server.faults.extend([500] * 3)
+    judge = judge_at(server, cache=cache, concurrency=1, input_price=1.0)
+    with pytest.raises(ChatError, match="answered 500"):
+        scores(judge, ["1", "12345", "12"])
+    assert judge.state_dict()["total_cost"] > 0
+    assert logged_by(judge, ["1", "12345", "12"])["judge/cache_hits"] == 2
+
+
+def test_calls_at_the_same_time_share_the_places(server: ChatServer) -> None:
+    judge = judge_at(server, concurrency=2)
+
+    async def together() -> None:
+        await asyncio.gather(
+            *(judge(prompts=["Ask"] * 4, completions=[f"{call}{n}" for n in range(4)]) for call in "ab")
+        )
+
+    asyncio.run(together())
+    assert len(server.bodies) == 8
+    assert server.most_at_once == 2
+
+
+def test_nothing_and_half_a_character_are_judged_too(server: ChatServer) -> None:
+    judge = judge_at(server)
+    assert logged_by(judge, [])["judge/unparsed"] == 0
+    assert scores(judge, ["123\ud800"]) == [0.4]
+
+
+def test_a_kept_reply_without_a_score_by_another_pattern_is_asked_for_again(server: ChatServer, tmp_path: Path) -> None:
+    cache = str(tmp_path / "replies.sqlite")
+    assert scores(judge_at(server, cache=cache), ["12345"]) == [0.5]
+    assert scores(judge_at(server, cache=cache, score_pattern=r"of Score: (\d)"), ["12345"]) == [0.1]
+    server.answer = lambda _: "Grade: 3"
+    assert scores(judge_at(server, cache=cache, score_pattern=r"Grade: (\d)"), ["12345"]) == [0.3]
+    assert len(server.bodies) == 2
 
 
 def test_who_judges_is_said_without_a_password() -> None:
