@@ -63,11 +63,12 @@ def successes(sheet: Sheet, reward: str | None, threshold: float) -> Success:
         threshold: The least reward of a correct completion.
     """
     if reward is not None:
-        values = _reached(sheet.rewards[:, :, sheet.reward_names.index(reward)], threshold)
-        return Success(values=values, reward=reward, threshold=threshold)
+        named = sheet.rewards[:, :, sheet.reward_names.index(reward)]
+        return Success(values=_reached(named, threshold), reward=reward, threshold=threshold)
     name, first = sheet.reward_names[0], sheet.rewards[:, :, 0]
     given = first[~np.isnan(first)]
-    values, note = _reached(first, 1.0), None
+    values: Floats | None = _reached(first, 1.0)
+    note: str | None = None
     if not given.size:
         values, note = None, f"the reward {name} applied to no completion"
     elif not np.isin(given, (0.0, 1.0)).all():

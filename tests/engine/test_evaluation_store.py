@@ -112,7 +112,12 @@ def test_starting_over_removes_nothing_of_a_users_and_the_claim_at_last(
         (store.folder / name).write_text("mine")
     removed: list[str] = []
     unlink = Path.unlink
-    monkeypatch.setattr(Path, "unlink", lambda path, **options: (removed.append(path.name), unlink(path, **options))[1])
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
     store.clear()
     assert sorted(path.name for path in store.folder.iterdir()) == sorted(notes)
     assert removed[-1] == "made_with.json"

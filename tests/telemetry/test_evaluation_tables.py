@@ -64,7 +64,7 @@ def test_what_only_a_later_model_has_is_shown_with_what_counts_as_correct(
 ) -> None:
     later = document("b", 0.75, SUCCESS, hard={"reward": estimate(0.5), "avg@2": estimate(0.25)})
     later["datasets"]["math"]["metrics"]["maj@2"] = estimate(0.625)
-    differences = {"b": {"math": {"metrics": {}, "subsets": {}}}}
+    differences: dict[str, Any] = {"b": {"math": {"metrics": {}, "subsets": {}}}}
     print_evaluations(plain_console, [document("a", 0.25, hard={"reward": estimate(0.5)}), later], differences)
     output = written()
     assert "math: 3 prompts x 2 completions, 95 % intervals, correct: close >= 0.5\n" in output
