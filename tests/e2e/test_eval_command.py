@@ -192,7 +192,7 @@ def test_training_evaluates_the_same_and_picks_the_best(experiment: Experiment, 
     """The last evaluation of the run and `grpo eval` of its final model have the same numbers."""
     outcome = warm.run(
         "train", experiment.recipe, "eval.every=2", "eval.best_metric=eval/letters/pass@2", "train.learning_rate=0.02",
-        "rewards.reward_funcs=[my_rewards.few_letters, my_rewards.noisy]",
+        "rewards.reward_funcs=[my_rewards.few_letters, my_rewards.noisy]", "eval.datasets.letters.success={reward: early}",
     )  # fmt: skip
     assert outcome.returncode == 0, outcome.stderr
     evaluations = [record for record in records(experiment.output()) if "eval/reward" in record]
