@@ -27,7 +27,7 @@ from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.errors import Interrupted, TrainingError
+from grpo_cli.errors import DiskError, Interrupted, TrainingError
 from grpo_cli.evaluation.intervals import CONFIDENCE
 from grpo_cli.evaluation.question import Results, answered
 from grpo_cli.evaluation.report import compared, dataset_report
@@ -139,13 +139,16 @@ def _clear(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], output: Path)
 
 @contextmanager
 def _telling_what_is_kept(view: EvaluationView, *, overwrite: bool) -> Iterator[None]:
-    """Say after a signal that nothing is lost."""
+    """Say after a signal, or if the disk is full, that nothing is lost."""
+    command = "the same command without --overwrite" if overwrite else "the same command"
     try:
         yield
     except Interrupted:
-        command = "the same command without --overwrite" if overwrite else "the same command"
         view.say(f"what was sampled is kept: {command} goes on with it")
         raise
+    except DiskError as error:
+        hint = f"make room, or name a folder that can be written to with --output; what was sampled is kept: {command} goes on"
+        raise DiskError(error.message, hint=hint) from error
 
 
 def _evaluate_model(

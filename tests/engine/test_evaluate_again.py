@@ -11,7 +11,7 @@ from grpo_cli.engine.evaluate import evaluate
 from grpo_cli.engine.evaluated_model import evaluated_models
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told
-from grpo_cli.errors import CheckpointError, Interrupted
+from grpo_cli.errors import CheckpointError, DiskError, Interrupted
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.load import load_recipe
 
@@ -136,6 +136,18 @@ def test_problems_of_many_prompts_are_counted(experiment: Experiment, capsys: py
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 6
     assert warnings[-1] == "warning: dataset: 6 more problems with reward functions"
+
+
+def test_a_folder_that_cannot_be_written_is_an_outputs_and_no_runs(
+    experiment: Experiment, tiny_model_folder: Path
+) -> None:
+    experiment.output("out").mkdir()
+    (experiment.output("out") / tiny_model_folder.name).write_text("a file where a folder should be")
+    with pytest.raises(DiskError, match=r"cannot (read|write)") as caught:
+        evaluated(experiment, "out")
+    assert caught.value.hint is not None
+    assert "--output" in caught.value.hint
+    assert "--resume" not in caught.value.hint
 
 
 def test_an_old_comparison_does_not_stand_beside_newer_results(experiment: Experiment) -> None:
