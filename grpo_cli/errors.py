@@ -6,6 +6,7 @@
     ├── DataError               the dataset cannot be read or does not fit               exit 2
     ├── RewardError             a reward function broke its contract                     exit 3
     ├── TrainingError           the run cannot go on (nothing but its last step is lost) exit 4
+    │   ├── DiskError           a file of a run or an evaluation cannot be read or written exit 4
     │   └── LostProcessError    one of several processes has ended                       exit 1
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
     Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
@@ -102,6 +103,10 @@ class TrainingError(GrpoError):
     """The run cannot go on."""
 
     exit_code = 4
+
+
+class DiskError(TrainingError):
+    """A file of a run or an evaluation cannot be read or written."""
 
 
 class LostProcessError(TrainingError):

@@ -15,6 +15,7 @@ from grpo_cli.device_memory import release_unused
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluated_model import EvaluatedModel
 from grpo_cli.engine.evaluation import plain_numbers, scored
+from grpo_cli.engine.evaluation_identity import sampled_with, scored_with
 from grpo_cli.engine.evaluation_policy import LoadedForSampling, load_for_sampling, open_sampler
 from grpo_cli.engine.evaluation_store import EvaluationStore
 from grpo_cli.engine.held_out import HeldOut, load_all_held_out, load_scorers
@@ -26,11 +27,12 @@ from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.errors import Interrupted, TrainingError
+from grpo_cli.errors import DiskError, Interrupted, TrainingError
 from grpo_cli.evaluation.intervals import CONFIDENCE
 from grpo_cli.evaluation.question import Results, answered
 from grpo_cli.evaluation.report import compared, dataset_report
 from grpo_cli.policy.load import load_tokenizer
+from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.scoring.trainer_state import TrainerState
@@ -38,8 +40,11 @@ from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.console import open_console
 from grpo_cli.telemetry.evaluation_tables import print_evaluations
 from grpo_cli.telemetry.evaluation_view import EvaluationView
-from grpo_cli.telemetry.files import write_whole
+from grpo_cli.telemetry.files import disk_errors, write_whole
 from grpo_cli.types import PolicyVersion, Prompt, Sampling
+
+PROBLEMS_SHOWN = 5
+"""Of a dataset's reward functions, one line each."""
 
 PART_COMPLETIONS = 512
 """Completions that are sampled before they are kept: what a killed evaluation may lose. Fewer would leave an engine idle at each end."""
@@ -82,11 +87,13 @@ def evaluate(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], *, output: 
     console = open_console()
     view = EvaluationView(console)
     found: dict[str, Evaluated] = {}
-    with ExitStack() as stack, _telling_what_is_kept(view):
+    with ExitStack() as stack, _telling_what_is_kept(view, overwrite=overwrite):
         signals = stack.enter_context(StopSignals())
         stack.callback(view.close)
         with signals.interruptible():
             stack.enter_context(locked(output, key="--output"))
+            if overwrite:
+                _clear(loaded, models, output)
             for notice in loaded.notices:
                 if notice.startswith("eval."):  # the others are about training
                     view.say(notice)
@@ -98,12 +105,15 @@ def evaluate(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], *, output: 
             for model in models:
                 place = output / model.label
                 found[model.label] = _evaluate_model(
-                    loaded, model, scorers, processes=processes, folder=place, overwrite=overwrite, view=view
+                    loaded, model, scorers, processes=processes, folder=place, view=view
                 )
                 release_unused(processes.device)  # of a model that nobody holds any more
             comparison = _compare(found, seed=loaded.recipe.train.seed)
             if len(found) > 1:
                 _write_json(output / "comparison.json", comparison)
+            else:  # one of an earlier command says nothing about these results
+                with disk_errors(output / "comparison.json", doing="remove"):
+                    (output / "comparison.json").unlink(missing_ok=True)
     print_evaluations(console, [one.document for one in found.values()], comparison["differences"])
     view.say(f"results: {', '.join(str(output / label / 'eval.json') for label in found)}")
 
@@ -118,14 +128,27 @@ def _check_engine(vllm: VllmSection) -> None:
         )
 
 
+def _clear(loaded: LoadedRecipe, models: Sequence[EvaluatedModel], output: Path) -> None:
+    """Remove older results of all models before any is evaluated: from here on, the command without --overwrite goes on."""
+    for folder in (output / model.label for model in models):
+        with disk_errors(folder / "eval.json", doing="remove"):
+            (folder / "eval.json").unlink(missing_ok=True)
+        for task in evaluation_tasks(loaded.recipe):
+            EvaluationStore(folder=folder / task.label).clear()
+
+
 @contextmanager
-def _telling_what_is_kept(view: EvaluationView) -> Iterator[None]:
-    """Say after a signal that nothing is lost."""
+def _telling_what_is_kept(view: EvaluationView, *, overwrite: bool) -> Iterator[None]:
+    """Say after a signal, or if the disk is full, that nothing is lost."""
+    command = "the same command without --overwrite" if overwrite else "the same command"
     try:
         yield
     except Interrupted:
-        view.say("what was sampled is kept: the same command goes on with it")
+        view.say(f"what was sampled is kept: {command} goes on with it")
         raise
+    except DiskError as error:
+        hint = f"make room, or name a folder that can be written to with --output; what was sampled is kept: {command} goes on"
+        raise DiskError(error.message, hint=hint) from error
 
 
 def _evaluate_model(
@@ -135,7 +158,6 @@ def _evaluate_model(
     *,
     processes: Processes,
     folder: Path,
-    overwrite: bool,
     view: EvaluationView,
 ) -> Evaluated:
     """Evaluate one model on all datasets."""
@@ -158,7 +180,7 @@ def _evaluate_model(
         policy = load_for_sampling(inputs, adapters=model.adapters, say=view.say)
         stores = [EvaluationStore(folder=folder / one.task.label) for one in inputs.held_out]
         for store, one, sampling in zip(stores, inputs.held_out, policy.samplings, strict=True):
-            store.claim(_made_with(inputs, policy, one, sampling), overwrite=overwrite)
+            store.claim(sampled_with(inputs, policy, one, sampling))
         _complete(inputs, policy, stores, stack, view)
         return _evaluated(inputs, policy, stores, name=model.name, label=model.label)
 
@@ -173,9 +195,12 @@ def _complete(
     """Sample and score what is missing; the engine is not started for nothing."""
     weight_sync: WeightSync | None = None
     for store, held_out, sampling in zip(stores, inputs.held_out, policy.samplings, strict=True):
-        if store.completions_path.is_file():
+        changed = store.changed_scoring(scored_with(held_out))
+        if changed == []:
             view.say(f"{held_out.task.label}: evaluated before, {store.completions_path}")
             continue
+        if changed is not None:
+            view.say(f"{held_out.task.label}: the kept completions are scored again, with another {', '.join(changed)}")
         parts = _parts(held_out)
         missing = [number for number in range(len(parts)) if not store.has_part(number)]
         if missing and weight_sync is None:
@@ -221,41 +246,25 @@ def _score(inputs: SamplingInputs, held_out: HeldOut, store: EvaluationStore, vi
     with own_randomness(inputs.recipe.train.seed):
         scores = scored(held_out, groups, END_OF_RUN)
         table = held_out.with_answers(completion_table(scores.groups, held_out.scorer.names, step=0))
-    for problem in scores.problems:
+    for problem in scores.problems[:PROBLEMS_SHOWN]:
         view.warn(problem)
+    if len(scores.problems) > PROBLEMS_SHOWN:
+        view.warn(
+            f"{held_out.task.label}: {len(scores.problems) - PROBLEMS_SHOWN:,} more problems with reward functions"
+        )
     failed, rewards = scores.failed_prompts, held_out.task.rewards
     if failed >= rewards.failure_budget * len(groups):
         raise TrainingError(
             f"{held_out.task.label}: a reward function failed on {failed} of {len(groups)} prompts; `rewards.failure_budget` allows less "
             f"than {rewards.failure_budget:g} of them",
-            hint=f"the completions are kept: the same command scores them again. {'; '.join(scores.problems[:1])}",
+            hint=f"the completions are kept: the same command scores them again, with other rewards too. {'; '.join(scores.problems[:1])}",
         )
     numbers = plain_numbers(held_out, scores)
     store.write_completions(
         table.drop_columns(["step", "policy_version"]),
         {name: value for name, value in numbers.items() if not name.startswith("time/")},
+        scored_with=scored_with(held_out),
     )
-
-
-def _made_with(
-    inputs: SamplingInputs, policy: LoadedForSampling, held_out: HeldOut, sampling: Sampling
-) -> dict[str, Any]:
-    """Name all that completions and rewards depend on."""
-    recipe, settings = inputs.recipe, held_out.task.settings
-    return {
-        "weights": policy.checksum,
-        "prompts": held_out.digest(),
-        "sampling": dataclasses.asdict(sampling),
-        "num_generations": settings.num_generations,
-        "seed": recipe.train.seed,
-        "dtype": recipe.model.dtype,
-        "bf16": recipe.train.bf16,
-        "attn_implementation": recipe.model.attn_implementation,
-        "engine": recipe.vllm.mode or "built-in",
-        "vllm_dtype": recipe.vllm.dtype,
-        "rewards": dataclasses.asdict(held_out.task.rewards),
-        "answer_function": settings.answer_function,
-    }
 
 
 def _evaluated(

@@ -16,6 +16,7 @@ from grpo_cli.recipe.schema import LoraSection, ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
 ADAPTER_CONFIG = "adapter_config.json"
+_SHORT_NAME = re.compile(r"final|best|step-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +45,14 @@ def evaluated_models(given: Sequence[str], recipe: Recipe) -> list[EvaluatedMode
         recipe: Whose settings they are loaded with.
 
     Raises:
-        ModelError: If a path does not exist, or adapters are of a kind that is not known here.
+        ModelError: If a path or a model of the run does not exist, a model is given twice, or adapters are of a kind that is not known here.
         CheckpointError: If a folder holds no model.
     """
     found = [_found(name, recipe) for name in given] or [_of_recipe(recipe)]
+    names = [model.name for model in found]
+    for name, twice in zip(names, given, strict=False):
+        if names.count(name) > 1:
+            raise ModelError(f"--model: {twice} is given twice; allowed: once", hint=f"it is {name}")
     counts = Counter(model.label for model in found)
     return [
         model
@@ -97,7 +102,7 @@ def _local(given: str, output_dir: Path) -> Path | None:
     """Find what lies on this machine; None: it can only be a name of the hub, or of a package's resource.
 
     Raises:
-        ModelError: If it is a path of something that is not there.
+        ModelError: If it is a path, or a short name, of something that is not there.
     """
     path = Path(given).expanduser()
     if path.exists():
@@ -117,14 +122,25 @@ def _local(given: str, output_dir: Path) -> Path | None:
 
 
 def _of_run(given: str, output_dir: Path) -> Path | None:
-    """Find a model of the recipe's own run by its short name."""
-    if given == "best":
-        store = CheckpointStore(output_dir / "checkpoints", keep=1)
-        return None if store.best is None else store.path(store.best.step)
-    for place in (output_dir / given, output_dir / "checkpoints" / given):
-        if (given == "final" or given.startswith("step-")) and place.is_dir():
-            return place
-    return None
+    """Find a model of the recipe's own run by its short name; None: it is no such name.
+
+    Raises:
+        ModelError: If the run has no model of that name.
+    """
+    if _SHORT_NAME.fullmatch(given) is None:
+        return None
+    store = CheckpointStore(output_dir / "checkpoints", keep=1)
+    places = {"final": output_dir / "final"}
+    if store.best is not None:
+        places["best"] = store.path(store.best.step)
+    places |= {store.path(step).name: store.path(step) for step in store.steps()}
+    there = {name: place for name, place in places.items() if place.is_dir()}
+    if given not in there:
+        raise ModelError(
+            f"--model: {given} does not exist in {output_dir}; allowed: {', '.join(there) or 'nothing, for it has no model yet'}",
+            hint=did_you_mean(given, list(there)) or "train.output_dir says which run is meant",
+        )
+    return there[given]
 
 
 def _with_adapters(section: ModelSection, settings: dict[str, Any], folder: Path) -> ModelSection:

@@ -1,12 +1,13 @@
 """What an evaluation has on disk: completions as they are sampled, then all of them with their rewards.
 
 A part is there completely or not at all, and so is every other file: an evaluation that was killed goes on with the first part that is
-missing, and comes to the same numbers, for it reads what it wrote in any case.
+missing, and comes to the same numbers, for it reads what it wrote in any case. Parts stay, so that completions can be scored again.
 """
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from grpo_cli.telemetry.completions import write_table
 from grpo_cli.telemetry.files import disk_errors, write_whole
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt
 
-_NUMBERS = b"grpo"
-"""Under this name the completion file holds what is known of all completions together."""
+_NOTES = b"grpo"
+"""Under this name the completion file holds what is known of all completions together, and what their rewards depend on."""
+
+_PART = pa.schema({"prompt_uid": pa.string(), "ids": pa.list_(pa.int32()), "finish_reason": pa.string()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,23 +38,34 @@ class EvaluationStore:
 
     folder: Path
 
-    def claim(self, made_with: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folder that of an evaluation.
-
-        Args:
-            made_with: All that its completions and rewards depend on, as JSON.
-            overwrite: Whether another one's may be removed; otherwise what is there is gone on with.
+    def clear(self) -> None:
+        """Remove the evaluation, and nothing else that lies in the folder. Whose it was is known as long as anything of it is left.
 
         Raises:
-            CheckpointError: If it is that of another one.
+            TrainingError: If something cannot be removed.
         """
-        path = self.folder / "made_with.json"
-        plain = json.loads(json.dumps(made_with, default=str))
-        if overwrite:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        with disk_errors(path, doing="read"):
+        for path in (*self._completions(), self._claim_path):
+            with disk_errors(path, doing="remove"):
+                path.unlink(missing_ok=True)
+
+    def claim(self, sampled_with: Mapping[str, Any]) -> None:
+        """Make the folder that of an evaluation; what there is of it is gone on with.
+
+        Args:
+            sampled_with: All that its completions depend on, as JSON.
+
+        Raises:
+            CheckpointError: If it is that of another one, or nobody knows whose.
+        """
+        path, plain = self._claim_path, _plain(sampled_with)
+        with _reading(path):
             before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if before is None:
+            for left in self._completions():
+                raise CheckpointError(
+                    f"--output: {left} is there without {path.name}, which says what it was sampled with",
+                    hint="name another folder with --output, or start over with --overwrite",
+                )
             write_whole(path, json.dumps(plain, indent=1).encode())
             return
         for key, (then, now) in changed_keys(before, plain).items():
@@ -73,10 +87,11 @@ class EvaluationStore:
         rows = [(group.prompt, completion) for group in groups for completion in group.completions]
         table = pa.table(
             {
-                "prompt_uid": pa.array([prompt.uid for prompt, _ in rows], pa.string()),
-                "ids": pa.array([completion.ids for _, completion in rows], pa.list_(pa.int32())),
-                "finish_reason": pa.array([completion.finish_reason.value for _, completion in rows], pa.string()),
-            }
+                "prompt_uid": [prompt.uid for prompt, _ in rows],
+                "ids": [completion.ids for _, completion in rows],
+                "finish_reason": [completion.finish_reason.value for _, completion in rows],
+            },
+            schema=_PART,
         )
         write_table(table, self._part(number))
 
@@ -91,8 +106,8 @@ class EvaluationStore:
         Raises:
             CheckpointError: If they are those of other prompts.
         """
-        with disk_errors(self._part(number), doing="read"):
-            table = pq.read_table(self._part(number))
+        with _reading(self._part(number)):
+            table = pq.read_table(self._part(number), schema=_PART)
         uids, ids = table.column("prompt_uid").to_pylist(), table.column("ids").to_pylist()
         size = len(uids) // len(prompts)
         if uids != [prompt.uid for prompt in prompts for _ in range(size)]:
@@ -101,11 +116,13 @@ class EvaluationStore:
             )
         reasons = table.column("finish_reason").to_pylist()
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        one_of_each: dict[int, int] = {}  # an integer object for each token would take four times the memory
+        unknown = torch.tensor(float("nan"))
         completions = [
             Completion(
                 index=row % size,
-                ids=tuple(tokens),
-                logps=torch.full((len(tokens),), float("nan")),
+                ids=tuple(one_of_each.setdefault(token, token) for token in tokens),
+                logps=unknown.expand(len(tokens)),
                 text=text,
                 finish_reason=FinishReason(reason),
                 policy_version=PolicyVersion(0),
@@ -117,35 +134,91 @@ class EvaluationStore:
             for number, prompt in enumerate(prompts)
         ]
 
-    def write_completions(self, table: pa.Table, numbers: Mapping[str, float]) -> None:
-        """Keep every completion with its rewards; from here on the parts are not needed any more.
+    def write_completions(
+        self, table: pa.Table, numbers: Mapping[str, float], *, scored_with: Mapping[str, Any]
+    ) -> None:
+        """Keep every completion with its rewards, instead of those that there were.
 
         Args:
             table: The completions.
             numbers: What is known of all of them together.
+            scored_with: All that the rewards depend on besides, as JSON.
 
         Raises:
             TrainingError: If they cannot be written.
         """
-        write_table(table.replace_schema_metadata({_NUMBERS: json.dumps(numbers).encode()}), self.completions_path)
-        for path in self.folder.glob("part-*.parquet"):
-            path.unlink()
+        notes = json.dumps({"numbers": numbers, "scored_with": _plain(scored_with)})
+        write_table(table.replace_schema_metadata({_NOTES: notes.encode()}), self.completions_path)
 
-    def read_completions(self) -> tuple[pa.Table, dict[str, float]] | None:
-        """Give every completion with its rewards, and what is known of all of them together; None: they are not scored yet."""
+    def changed_scoring(self, scored_with: Mapping[str, Any]) -> list[str] | None:
+        """Name what the rewards depend on that is another by now; None: there are no rewards yet.
+
+        Raises:
+            CheckpointError: If the file is damaged.
+        """
         if not self.completions_path.is_file():
             return None
-        with disk_errors(self.completions_path, doing="read"):
+        with _reading(self.completions_path):
+            before = _notes(pq.read_schema(self.completions_path))["scored_with"]
+        return [*changed_keys(before, _plain(scored_with))]
+
+    def read_completions(self) -> tuple[pa.Table, dict[str, float]] | None:
+        """Give every completion with its rewards, and what is known of all of them together; None: they are not scored yet.
+
+        Raises:
+            CheckpointError: If the file is damaged.
+        """
+        if not self.completions_path.is_file():
+            return None
+        with _reading(self.completions_path):
             table = pq.read_table(self.completions_path)
-        return table, json.loads(table.schema.metadata[_NUMBERS])
+            return table, _notes(table.schema)["numbers"]
 
     @property
     def completions_path(self) -> Path:
         """The file with every completion."""
         return self.folder / "completions.parquet"
 
+    @property
+    def _claim_path(self) -> Path:
+        return self.folder / "made_with.json"
+
     def _part(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}.parquet"
+
+    def _completions(self) -> list[Path]:
+        """List all files that hold completions, those with rewards first."""
+        names = re.compile(r"(\.writing-)?(completions|part-\d{5,})\.parquet")
+        return [path for path in sorted(self.folder.glob("*")) if names.fullmatch(path.name)]
+
+
+def _notes(schema: pa.Schema) -> dict[str, Any]:
+    """Read what the completion file holds besides completions; ValueError: it holds nothing."""
+    notes: dict[str, Any] = json.loads((schema.metadata or {}).get(_NOTES, b""))
+    return notes
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give values as they come back from JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Tell a file that cannot be read from one that makes no sense.
+
+    Raises:
+        TrainingError: If it cannot be read.
+        CheckpointError: If it is damaged.
+    """
+    with disk_errors(path, doing="read"):
+        try:
+            yield
+        except (ValueError, KeyError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # Arrow's own has none
+                raise
+            raise CheckpointError(f"--output: {path} is damaged", hint="start over with --overwrite") from error
 
 
 def _short(value: Any) -> str:

@@ -72,9 +72,13 @@ class HeldOut:
         """Give what seeds its completions. It is the same at every evaluation, so that two of them can be compared."""
         return (seed, "eval") if self.task.name is None else (seed, "eval", self.task.name)
 
-    def digest(self) -> str:
-        """Hash its prompts, and the rows that the rewards look at."""
-        return digest([(prompt.uid, prompt.ids, prompt.row) for prompt in self.prompts])
+    def prompt_digest(self) -> str:
+        """Hash what is completed."""
+        return digest([(prompt.uid, prompt.ids) for prompt in self.prompts])
+
+    def row_digest(self) -> str:
+        """Hash the rows that the rewards look at."""
+        return digest([prompt.row for prompt in self.prompts])
 
     def question(self) -> Question:
         """Say what is asked of its completions."""

@@ -19,7 +19,7 @@ from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import StepGradient, gradient_metrics
 from grpo_cli.errors import CheckpointError, Interrupted, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Min, Sum, merge
-from grpo_cli.telemetry.recorder import Rollouts
+from grpo_cli.telemetry.recorder import Evaluation, Rollouts
 from grpo_cli.types import PolicyLogps, StepReport
 
 
@@ -192,18 +192,30 @@ class Trainer:
         for problem in problems:
             stages.recorder.warn("eval/rewards/dropped", problem)
         stages.recorder.record_evaluation(evaluation)
-        if settings.best_metric not in evaluation.metrics:
-            raise TrainingError(
-                f"eval.best_metric: there is no metric {settings.best_metric}",
-                hint=f"there are {', '.join(sorted(evaluation.metrics))}",
-            )
-        best = self._better(evaluation.metrics[settings.best_metric])
+        best = self._better(self._best_metric_of(evaluation))
         self.state = replace(state, evaluated=True, best=best or state.best)
         self._commit()
         if best is not None and state.step > 0:
             self._save()
             if stages.processes.is_main:
                 stages.checkpoints.mark_best(best)
+
+    def _best_metric_of(self, evaluation: Evaluation) -> float:
+        """Give the metric that picks the best checkpoint; NaN if it is missing.
+
+        Raises:
+            TrainingError: If already the first evaluation has none of that name. Later on it may be missing for once.
+        """
+        name = self.settings.best_metric
+        if name not in evaluation.metrics:
+            there_are = f"there are {', '.join(sorted(evaluation.metrics))}"
+            if evaluation.step == 0:
+                raise TrainingError(f"eval.best_metric: there is no metric {name}", hint=there_are)
+            self.stages.recorder.warn(
+                "eval/best_metric/missing",
+                f"eval.best_metric: the evaluation at step {evaluation.step} has no metric {name}, and picks no best checkpoint; {there_are}",
+            )
+        return evaluation.metrics.get(name, math.nan)
 
     def _better(self, value: float) -> BestCheckpoint | None:
         """Give the new best, if the value is one."""

@@ -2,15 +2,15 @@
 
 Completions of one prompt are alike, so that prompts are drawn, with all their completions: a cluster bootstrap, as clustered standard
 errors are in Miller 2024, arXiv:2411.00640. Intervals are bias-corrected and accelerated (BCa; Efron 1987, "Better bootstrap confidence
-intervals"), as SciPy computes them.
+intervals"), the same as scipy.stats.bootstrap gives, but for a ratio of sums: leaving each prompt out in turn needs no sum of its own.
 """
 
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.stats import norm
 
 from grpo_cli.evaluation.measures import Measure
 from grpo_cli.evaluation.sheet import Floats
@@ -52,7 +52,7 @@ def interval(measure: Measure, *, seed: int) -> Interval | None:
     totals, counts = measure.totals[known], measure.counts[known]
     if not _spreads(totals, counts):
         return None
-    return _bootstrap((totals, counts), _ratio, seed=seed)
+    return _bias_corrected((totals, counts), seed=seed)
 
 
 def difference(ours: Measure, theirs: Measure, *, seed: int) -> Difference:
@@ -67,9 +67,9 @@ def difference(ours: Measure, theirs: Measure, *, seed: int) -> Difference:
     samples = (ours.totals[known], ours.counts[known], theirs.totals[known], theirs.counts[known])
     if not known.any():
         return Difference(value=float("nan"), interval=None, prompts=0)
-    value = float(_ratio_difference(*samples))
+    value = float(_statistic([sample.sum() for sample in samples]))
     spreads = _spreads(*samples[:2]) or _spreads(*samples[2:])
-    found = _bootstrap(samples, _ratio_difference, seed=seed) if spreads else None
+    found = _bias_corrected(samples, seed=seed) if spreads else None
     return Difference(value=value, interval=found, prompts=int(known.sum()))
 
 
@@ -81,28 +81,45 @@ def _spreads(totals: Floats, counts: Floats) -> bool:
     return bool(np.ptp(values) > 1e-12 * np.abs(values).max())
 
 
-def _ratio(totals: Floats, counts: Floats, axis: int = -1) -> Any:
-    return totals.sum(axis=axis) / counts.sum(axis=axis)
+def _statistic(sums: Sequence[Any]) -> Any:
+    """Give total / count, or the difference of two such ratios, for sums that may be arrays."""
+    total, count, *other = sums
+    return total / count - other[0] / other[1] if other else total / count
 
 
-def _ratio_difference(totals: Floats, counts: Floats, other_totals: Floats, others: Floats, axis: int = -1) -> Any:
-    return _ratio(totals, counts, axis) - _ratio(other_totals, others, axis)
+def _bias_corrected(samples: tuple[Floats, ...], *, seed: int) -> Interval | None:
+    """Compute the BCa interval of `_statistic` (Efron and Tibshirani 1993, An Introduction to the Bootstrap, eq. 14.9 to 14.15).
+
+    Args:
+        samples: Totals and counts, and those of the other model; each [P].
+        seed: Of the resampling.
+
+    Returns:
+        None where no resample is on one side of the estimate: there is no correction to compute.
+    """
+    sums = [sample.sum() for sample in samples]
+    value, drawn = _statistic(sums), _resampled(samples, seed=seed)
+    below = ((drawn < value).mean() + (drawn <= value).mean()) / 2
+    if not 0 < below < 1:
+        return None
+    without_one = _statistic([total - sample for total, sample in zip(sums, samples, strict=True)])
+    influence = without_one.mean() - without_one
+    spread = (influence**2).sum()
+    if not spread:
+        return None
+    acceleration = (influence**3).sum() / (6 * spread**1.5)
+    bias, tail = norm.ppf(below), norm.ppf((1 - CONFIDENCE) / 2)
+    shifted = bias + np.array([tail, -tail])
+    low, high = np.quantile(drawn, norm.cdf(bias + shifted / (1 - acceleration * shifted)))
+    return float(low), float(high)
 
 
-def _bootstrap(samples: tuple[Floats, ...], statistic: Any, *, seed: int) -> Interval | None:
-    with warnings.catch_warnings():
-        # Where no resample is on one side of the estimate, there is no correction to compute: that gives NaN, and None here.
-        warnings.simplefilter("ignore")
-        found = stats.bootstrap(
-            samples,
-            statistic,
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            batch=max(1, _ROWS_AT_ONCE // len(samples[0])),
-            confidence_level=CONFIDENCE,
-            method="BCa",
-            rng=np.random.default_rng(seed),
-        ).confidence_interval
-    low, high = float(found.low), float(found.high)
-    return (low, high) if np.isfinite((low, high)).all() else None
+def _resampled(samples: tuple[Floats, ...], *, seed: int) -> Floats:
+    """Draw as many prompts as there are, again and again, and give the statistic each time [RESAMPLES]."""
+    generator, prompts = np.random.default_rng(seed), len(samples[0])
+    rows = max(1, _ROWS_AT_ONCE // prompts)
+    found = []
+    for start in range(0, RESAMPLES, rows):
+        chosen = generator.integers(0, prompts, size=(min(rows, RESAMPLES - start), prompts))
+        found.append(_statistic([sample[chosen].sum(axis=-1) for sample in samples]))
+    return np.concatenate(found)

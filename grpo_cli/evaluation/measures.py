@@ -43,10 +43,14 @@ class Success:
 
     Attributes:
         values: [P, G], 1 or 0; NaN: not known. None: there is no telling.
-        note: If there is no telling, why.
+        reward: The reward function that says so, or that does not.
+        threshold: The least reward of a correct completion.
+        note: If there is no telling, why; or why it may be taken for something that it is not.
     """
 
     values: Floats | None
+    reward: str
+    threshold: float
     note: str | None = None
 
 
@@ -59,17 +63,20 @@ def successes(sheet: Sheet, reward: str | None, threshold: float) -> Success:
         threshold: The least reward of a correct completion.
     """
     if reward is not None:
-        return Success(values=_reached(sheet.rewards[:, :, sheet.reward_names.index(reward)], threshold))
-    first = sheet.rewards[:, :, 0]
+        named = sheet.rewards[:, :, sheet.reward_names.index(reward)]
+        return Success(values=_reached(named, threshold), reward=reward, threshold=threshold)
+    name, first = sheet.reward_names[0], sheet.rewards[:, :, 0]
     given = first[~np.isnan(first)]
+    values: Floats | None = _reached(first, 1.0)
+    note: str | None = None
     if not given.size:
-        return Success(values=None, note=f"the reward {sheet.reward_names[0]} applied to no completion")
-    if not np.isin(given, (0.0, 1.0)).all():
-        return Success(
-            values=None,
-            note=f"the reward {sheet.reward_names[0]} gives other values than 0 and 1; eval.success can say which completions are correct",
-        )
-    return Success(values=_reached(first, 1.0))
+        values, note = None, f"the reward {name} applied to no completion"
+    elif not np.isin(given, (0.0, 1.0)).all():
+        values = None
+        note = f"the reward {name} gives other values than 0 and 1; eval.success can say which completions are correct"
+    elif not given.any():
+        note = f"the reward {name} gave nothing but 0, so that no completion counts as correct; if it is graded, eval.success says which ones are"
+    return Success(values=values, reward=name, threshold=1.0, note=note)
 
 
 def measures(sheet: Sheet, success: Success, sizes: tuple[int, ...]) -> dict[str, Measure]:
@@ -126,7 +133,9 @@ def _weighted(sheet: Sheet) -> Floats:
 
 
 def _reached(rewards: Floats, threshold: float) -> Floats:
-    return np.where(np.isnan(rewards), np.nan, (rewards >= threshold).astype(np.float64))
+    """Compare in float32, as rewards are kept: one of 0.9 is a little below what a Python float has for 0.9."""
+    reached = rewards.astype(np.float32) >= np.float32(threshold)
+    return np.where(np.isnan(rewards), np.nan, reached.astype(np.float64))
 
 
 def _mean_of(values: Floats) -> Measure:

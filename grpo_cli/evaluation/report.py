@@ -1,7 +1,7 @@
 """An evaluation as plain data, for eval.json and for tables."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_cli.evaluation.intervals import Interval, difference, interval
@@ -12,22 +12,31 @@ from grpo_cli.evaluation.question import Results
 def dataset_report(results: Results, *, seed: int) -> dict[str, Any]:
     """Write the metrics of a dataset with their intervals. JSON has no NaN: null stands where there is nothing to tell."""
     sheet = results.sheet
-    notes = [results.success.note] if results.success.note is not None else []
-    if results.success.values is not None and sheet.answers is None:
-        notes.append(
-            "no reward function logs the answers (eval.answer_column), and eval.answer_function is not set: no majority vote"
-        )
+    success = results.success
     return {
         "prompts": len(sheet.uids),
         "completions": sheet.lengths.size,
         "num_generations": sheet.num_generations,
-        "notes": notes,
+        "success": None if success.values is None else {"reward": success.reward, "threshold": success.threshold},
+        "notes": [*_notes(results)],
         "metrics": _estimates(results.metrics, seed),
         "subsets": {
             name: _estimates({metric: one.select(prompts) for metric, one in results.metrics.items()}, seed)
             for name, prompts in results.subsets.items()
         },
     }
+
+
+def _notes(results: Results) -> Iterator[str]:
+    """Say what is missing, and why, and what is not what it looks like."""
+    if results.success.note is not None:
+        yield results.success.note
+    if results.success.values is not None and results.sheet.answers is None:
+        yield "no reward function logs the answers (eval.answer_column), and eval.answer_function is not set: no majority vote"
+    prompts = {name: int((one.counts > 0).sum()) for name, one in results.metrics.items() if name.startswith("pass@")}
+    if len(set(prompts.values())) > 1:
+        counts = ", ".join(f"{name} over {count:,}" for name, count in prompts.items())
+        yield f"not all are over the same prompts, since some completions have no reward: {counts}"
 
 
 def compared(ours: Results, theirs: Results, *, seed: int) -> dict[str, Any]:

@@ -14,9 +14,15 @@ from grpo_cli.recipe.suggest import did_you_mean, nearest
 _DATASETS = ("dataset", "datasets")
 _SETTINGS = tuple(name for name in fields_of(EvalSection) if name not in (*_DATASETS, "every"))
 _SAMPLING_FILTERS = ("top_p", "top_k", "min_p")
+_SAME_EACH_TIME = (("temperature", 0, "above 0"), ("top_k", 1, "above 1, or to 0 for all"), ("min_p", 1, "below 1"))
+"""Settings that leave the likeliest token alone, and what they would have to be instead."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OWN_FAMILIES = re.compile(r"(reward|reward/.*|reward_std|rewards/.*|completions/.*|(avg|pass|maj)@.*)")
 """Names of metrics that no reward function may log."""
+
+_OF_SUCCESS = re.compile(r"(avg|pass|maj)@")
+"""Beginnings of metrics that count correct completions."""
 
 _USUAL = re.compile(r"reward|reward/.*/mean|(avg|pass|maj)@.*")
 """Names of metrics that a best checkpoint is usually picked by."""
@@ -83,13 +89,17 @@ def samples_can_vary(recipe: Recipe) -> Iterable[Finding]:
     """Several completions of a prompt are several only if they are drawn."""
     for task in evaluation_tasks(recipe):
         settings = task.settings
-        if settings.temperature == 0 and settings.num_generations > 1:
-            yield Finding(
-                keys=(task.key_of("num_generations"), task.key_of("temperature")),
-                message=f"found {settings.num_generations} with temperature 0, which samples the same completion each time; "
-                "allowed: 1",
-                hint=f"or set `{task.key_of('temperature')}` above 0",
-            )
+        if settings.num_generations == 1:
+            continue
+        for name, sames, cure in _SAME_EACH_TIME:
+            if getattr(settings, name) == sames:
+                yield Finding(
+                    keys=(task.key_of("num_generations"), task.key_of(name)),
+                    message=f"found {settings.num_generations} with {name} {sames:g}, which samples the same completion each time; "
+                    "allowed: 1",
+                    hint=f"or set `{task.key_of(name)}` {cure}",
+                )
+                break
 
 
 def lengths_fit(recipe: Recipe) -> Iterable[Finding]:
@@ -167,6 +177,25 @@ def best_metric_is_possible(recipe: Recipe) -> Iterable[Finding]:
     )
 
 
+def best_metric_is_always_there(recipe: Recipe) -> Iterable[Finding]:
+    """What is correct is said where it picks the best checkpoint: otherwise an evaluation with another reward than 0 and 1 has no such metric.
+
+    Whether a reward function logs the answers for `maj@k` is seen when it is called: the first evaluation tells.
+    """
+    found = recipe.eval.best_metric
+    if found not in possible_metrics(recipe):  # which is reported by itself
+        return
+    for task in evaluation_tasks(recipe):
+        bare = found.removeprefix(task.prefix)
+        rewards = [reward_name(entry) for entry in task.rewards.reward_funcs]
+        if bare != found and _OF_SUCCESS.match(bare) and task.settings.success is None and rewards:
+            yield Finding(
+                keys=("eval.best_metric", task.key_of("success")),
+                message=f'found "{found}" without `{task.key_of("success")}`; allowed: beside it, so that every evaluation has the metric',
+                hint=f"success: {{reward: {rewards[0]}, threshold: 1}}",
+            )
+
+
 EVAL_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     datasets_are_told_apart,
     evaluation_has_rows,
@@ -176,4 +205,5 @@ EVAL_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     weights_have_functions,
     success_is_a_reward,
     best_metric_is_possible,
+    best_metric_is_always_there,
 )

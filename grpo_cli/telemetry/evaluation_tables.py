@@ -59,13 +59,19 @@ def print_evaluations(
         reports = [document["datasets"][dataset] for document in documents]
         compared = [one[dataset] for one in differences.values()]
         sizes = {f"{report['prompts']:,} prompts x {report['num_generations']} completions" for report in reports}
-        _print_title(console, f"{dataset}: {' or '.join(sorted(sizes))}, {confidence}")
+        _print_title(console, f"{dataset}: {' or '.join(sorted(sizes))}, {confidence}{_correct(reports)}")
         console.print(_table(side, reports, compared))
         if reports[0]["subsets"]:
             _print_title(console, f"{dataset} by subset")
             console.print(_subset_table(side, reports, compared))
         for note in dict.fromkeys(note for report in reports for note in report["notes"]):
             console.print(Text(f"  {visible(note)}"), soft_wrap=True)
+
+
+def _correct(reports: Iterable[Mapping[str, Any]]) -> str:
+    """Say which completions are correct, if that is known of any model."""
+    success = next((report["success"] for report in reports if report["success"] is not None), None)
+    return "" if success is None else f", correct: {success['reward']} >= {success['threshold']:g}"
 
 
 def _print_title(console: Console, title: str) -> None:
@@ -75,7 +81,7 @@ def _print_title(console: Console, title: str) -> None:
 def _table(side: _SideBySide, reports: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> Table:
     """Lay out the metrics of one dataset."""
     table = side.table("metric")
-    for name in reports[0]["metrics"]:
+    for name in _of_any([report["metrics"] for report in reports]):
         estimates = [report["metrics"].get(name) for report in reports]
         paired = [one["metrics"].get(name) for one in compared]
         table.add_row(Text(visible(name)), *_cells(estimates, paired))
@@ -87,10 +93,11 @@ def _subset_table(
 ) -> Table:
     """Lay out the metrics that matter most by subset."""
     table = side.table("subset", "prompts", "metric")
-    for subset, metrics in reports[0]["subsets"].items():
-        for number, name in enumerate(_shown(metrics)):
-            prompts = max(estimate["prompts"] for estimate in metrics.values())
-            estimates = [report["subsets"].get(subset, {}).get(name) for report in reports]
+    for subset in _of_any([report["subsets"] for report in reports]):
+        found = [report["subsets"].get(subset, {}) for report in reports]
+        prompts = max(estimate["prompts"] for metrics in found for estimate in metrics.values())
+        for number, name in enumerate(_shown(_of_any(found))):
+            estimates = [metrics.get(name) for metrics in found]
             paired = [one["subsets"].get(subset, {}).get(name) for one in compared]
             table.add_row(
                 Text("" if number else visible(subset)),
@@ -107,7 +114,12 @@ def _cells(estimates: Iterable[Mapping[str, Any] | None], paired: Iterable[Mappi
     yield from (Text(_estimate(one, signed=True), style=_style(one)) for one in paired)
 
 
-def _shown(metrics: Mapping[str, Any]) -> Iterator[str]:
+def _of_any(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name what any model has, each where the model with the most has it."""
+    return [*dict.fromkeys(name for metrics in sorted(models, key=len, reverse=True) for name in metrics)]
+
+
+def _shown(metrics: Iterable[str]) -> Iterator[str]:
     return (name for name in metrics if name == "reward" or name.startswith(_OF_SUCCESS))
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import DiskError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Disk full, quota reached, file size limit reached."""
@@ -29,7 +29,7 @@ class JsonLines:
         """Write one object and wait for the disk. A failed write leaves the file as it was.
 
         Raises:
-            TrainingError: If there is no room, or the file cannot be written.
+            DiskError: If there is no room, or the file cannot be written.
         """
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         with disk_errors(self.path):
@@ -47,7 +47,7 @@ class JsonLines:
         """Read all whole lines; a torn one is left out.
 
         Raises:
-            TrainingError: If the file cannot be read.
+            DiskError: If the file cannot be read.
         """
         parsed = (_parse(line) for line in self._lines())
         return [record for record in parsed if record is not None]
@@ -56,7 +56,7 @@ class JsonLines:
         """Rewrite the file with only the objects that are wanted; torn lines go too. All or nothing.
 
         Raises:
-            TrainingError: If there is no room, or the file cannot be read or written.
+            DiskError: If there is no room, or the file cannot be read or written.
         """
         self.close()
         lines = self._lines()
@@ -68,7 +68,7 @@ class JsonLines:
         """Close the file; the next append opens it again.
 
         Raises:
-            TrainingError: If the system says only now that a write failed.
+            DiskError: If the system says only now that a write failed.
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -94,7 +94,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is there completely or not at all: beside, flushed, renamed.
 
     Raises:
-        TrainingError: If there is no room, or the file cannot be written.
+        DiskError: If there is no room, or the file cannot be written.
     """
     beside = path.with_name(f".writing-{path.name}")
     with disk_errors(path):
@@ -123,18 +123,18 @@ def disk_errors(path: Path, *, doing: str = "write") -> Iterator[None]:
         doing: `write`, `read`.
 
     Raises:
-        TrainingError: Instead of an OSError.
+        DiskError: Instead of an OSError.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)  # a library's own OSError has nothing but its text
         if error.errno in _NO_ROOM:
-            raise TrainingError(
+            raise DiskError(
                 f"no room to {doing} {path}: {reason}",
                 hint="free some space and continue with --resume; the checkpoints and records written so far are whole",
             ) from error
-        raise TrainingError(
+        raise DiskError(
             f"cannot {doing} {path}: {reason}",
             hint="make the folder writable, or set train.output_dir to another one",
         ) from error

@@ -37,7 +37,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
     "evaluated": {
-        "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early]}, all: {name: data.jsonl}}",
+        "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early], success: {reward: early}}, "
+        "all: {name: data.jsonl}}",
         "eval.num_generations": 2,
         "eval.temperature": 1,
         "eval.every": 2,

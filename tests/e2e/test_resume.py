@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from e2e.experiment import Experiment, assert_same_run, make_experiment, records, weights
 
+from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.manifest import damage
 from grpo_cli.engine.run import run
 from grpo_cli.engine.trainer import Trainer
@@ -242,6 +243,34 @@ def test_an_unknown_best_metric_ends_the_first_evaluation(tiny_model_folder: Pat
     experiment = make_experiment(tmp_path, tiny_model_folder, eval={"dataset": {"name": "data.jsonl"}})
     with pytest.raises(TrainingError, match=r"there is no metric eval/typo"):
         train(experiment, "run", {"eval.best_metric": "eval/typo"})
+
+
+def test_a_best_metric_that_is_missing_for_once_picks_nothing_and_ends_nothing(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = make_experiment(tmp_path, tiny_model_folder, eval={"dataset": {"name": "data.jsonl"}, "every": 1})
+    (tmp_path / "sometimes_rewards.py").write_text(
+        "def logged(completions, trainer_state, log_metric, **_):\n"
+        "    if trainer_state.global_step != 1:\n"
+        "        log_metric('solved', float(trainer_state.global_step))\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    train(
+        experiment,
+        "run",
+        {
+            "eval.best_metric": "eval/solved",
+            "rewards.reward_funcs": "[sometimes_rewards.logged, my_rewards.noisy]",
+            "train.max_steps": 2,
+        },
+    )
+    output = capsys.readouterr().out
+    assert (
+        "eval.best_metric: the evaluation at step 1 has no metric eval/solved, and picks no best checkpoint" in output
+    )
+    best = CheckpointStore(experiment.output() / "checkpoints", keep=1).best
+    assert best is not None
+    assert (best.step, best.value) == (2, 2.0)
 
 
 def test_a_dataset_that_changed_is_noticed(tiny_model_folder: Path, tmp_path: Path) -> None:

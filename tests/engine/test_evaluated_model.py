@@ -113,6 +113,30 @@ def test_a_path_that_does_not_exist_is_no_hub_id(recipe: Recipe, name: str) -> N
         found(recipe, name)
 
 
+@pytest.mark.parametrize("name", ["best", "final", "step-000009"])
+def test_a_short_name_of_nothing_is_no_hub_id(recipe: Recipe, tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        ModelError, match=f"--model: {name} does not exist in .*allowed: nothing, for it has no model yet"
+    ):
+        found(recipe, name)
+    make_run(tmp_path / "run", 5, 10)
+    with pytest.raises(ModelError, match=f"--model: {name} does not exist in .*allowed: step-000005, step-000010"):
+        found(recipe, name)
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 5, best=4)
+    with pytest.raises(ModelError, match="allowed: step-000005"):
+        found(recipe, "best")
+
+
+def test_a_model_is_not_compared_with_itself(recipe: Recipe, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 5, 10, best=10)
+    for twice in (["org/x", "org/x"], ["best", "step-000010"], [run, "step-000010"]):
+        with pytest.raises(ModelError, match=r"--model: .* is given twice"):
+            found(recipe, *twice)
+
+
 def test_a_misspelled_path_is_guessed(recipe: Recipe, tmp_path: Path) -> None:
     make_model(tmp_path / "good-model")
     with pytest.raises(ModelError) as caught:

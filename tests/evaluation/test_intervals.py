@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from grpo_cli.evaluation.intervals import difference, interval
+from grpo_cli.evaluation.intervals import RESAMPLES, difference, interval
 from grpo_cli.evaluation.measures import Measure
 from grpo_cli.evaluation.sheet import Floats
 
@@ -51,6 +52,36 @@ def test_prompts_without_a_value_change_nothing() -> None:
     values = np.array([1.0, 0.0, 1.0, 1.0, 0.0])
     padded, counts = np.append(values, [0.0, 0.0]), np.array([1.0] * 5 + [0.0] * 2)
     assert interval(measure_of(padded, counts), seed=SEED) == interval(measure_of(values), seed=SEED)
+
+
+def ratio(totals: Floats, counts: Floats, axis: int = -1) -> Floats:
+    found: Floats = totals.sum(axis=axis) / counts.sum(axis=axis)
+    return found
+
+
+def ratio_difference(mine: Floats, counts: Floats, theirs: Floats, others: Floats, axis: int = -1) -> Floats:
+    return ratio(mine, counts, axis) - ratio(theirs, others, axis)
+
+
+@pytest.mark.parametrize("prompts", [5, 40])
+def test_intervals_are_those_of_scipy(prompts: int) -> None:
+    """Which leaves prompts out one by one."""
+    generator = np.random.default_rng(5)
+    samples = [generator.gamma(0.5, size=prompts), generator.integers(1, 9, size=prompts).astype(float)]
+    samples += [generator.gamma(0.5, size=prompts), generator.integers(1, 9, size=prompts).astype(float)]
+    mine, theirs = measure_of(*samples[:2]), measure_of(*samples[2:])
+    found = [interval(mine, seed=SEED), difference(mine, theirs, seed=SEED).interval]
+    for ours, used, statistic in zip(found, (samples[:2], samples), (ratio, ratio_difference), strict=True):
+        expected = stats.bootstrap(
+            used,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            method="BCa",
+            rng=np.random.default_rng(SEED),
+        ).confidence_interval
+        assert ours == pytest.approx((expected.low, expected.high), rel=1e-12)
 
 
 @pytest.mark.parametrize("values", [[0.5], [1.0, 1.0, 1.0], [0.1 + 0.2, 0.3]])

@@ -9,6 +9,7 @@ from evaluation.evaluation_sheets import NOT_APPLIED, make_sheet
 
 from grpo_cli.evaluation.measures import measures, successes
 from grpo_cli.evaluation.question import Question, answered
+from grpo_cli.evaluation.report import dataset_report
 from grpo_cli.evaluation.sheet import Sheet
 from grpo_cli.metrics import results
 from grpo_cli.objective.advantages import AdvantageSettings, reward_metrics
@@ -75,6 +76,39 @@ def test_a_threshold_on_a_named_reward_says_what_is_correct() -> None:
     sheet = make_sheet([[[0.0, 0.6], [1.0, 0.5]], [[1.0, 0.4], [1.0, NOT_APPLIED]]])
     assert values_of(sheet, reward="b", threshold=0.5)["avg@2"] == 2 / 3
     assert values_of(sheet, reward="b", threshold=0.6)["avg@2"] == 1 / 3
+
+
+@pytest.mark.parametrize("threshold", [0.9, 0.7])
+def test_a_reward_of_exactly_the_threshold_reaches_it_after_it_was_kept(threshold: float) -> None:
+    """Rewards are kept in float32, which has neither number, and the one for 0.9 is below it."""
+    kept = float(np.float32(threshold))
+    below = float(np.nextafter(np.float32(threshold), np.float32(0)))
+    assert values_of(make_sheet([[[kept], [below]]]), reward="a", threshold=threshold)["avg@2"] == 0.5
+
+
+def test_what_is_correct_is_told_with_the_numbers() -> None:
+    question = Question(success_reward="b", threshold=0.5, sizes=(1,))
+    told = dataset_report(answered(make_sheet([[[0.0, 0.6]], [[1.0, 0.5]]]), question), seed=0)
+    assert told["success"] == {"reward": "b", "threshold": 0.5}
+    graded = dataset_report(
+        answered(make_sheet([[[0.5]]]), Question(success_reward=None, threshold=1.0, sizes=(1,))), seed=0
+    )
+    assert graded["success"] is None
+
+
+def test_a_first_reward_that_gave_only_zeros_is_not_taken_for_correctness_in_silence() -> None:
+    question = Question(success_reward=None, threshold=1.0, sizes=(1,))
+    told = dataset_report(answered(make_sheet([[[0.0]], [[0.0]]]), question), seed=0)
+    assert told["metrics"]["avg@1"]["value"] == 0.0
+    assert any("gave nothing but 0" in note and "eval.success" in note for note in told["notes"])
+
+
+def test_sizes_over_other_prompts_are_told() -> None:
+    question = Question(success_reward="a", threshold=1.0, sizes=(1, 2))
+    gaps = dataset_report(answered(make_sheet([[[1.0], [NOT_APPLIED]], [[0.0], [1.0]]]), question), seed=0)
+    assert any("pass@1 over 2, pass@2 over 1" in note for note in gaps["notes"])
+    whole = dataset_report(answered(make_sheet([[[1.0], [1.0]], [[0.0], [1.0]]]), question), seed=0)
+    assert not any("pass@" in note for note in whole["notes"])
 
 
 def test_votes_are_counted_by_prompt() -> None:

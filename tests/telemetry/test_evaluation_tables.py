@@ -13,13 +13,17 @@ def estimate(value: float | None, low: float | None = None, high: float | None =
     return {"value": value, "low": low, "high": high, "prompts": 3, "count": 6}
 
 
-def document(label: str, value: float, **subsets: Any) -> dict[str, Any]:
+SUCCESS = {"reward": "close", "threshold": 0.5}
+
+
+def document(label: str, value: float, success: dict[str, Any] | None = None, **subsets: Any) -> dict[str, Any]:
     metrics = {
         "reward": estimate(value, value - 0.25, value + 0.25),
         "reward/[red]x/mean": estimate(None),
         "pass@2": estimate(1.0),
     }
     report = {"prompts": 3, "num_generations": 2, "notes": ["a note"], "metrics": metrics, "subsets": subsets}
+    report["success"] = success
     return {"label": label, "confidence": 0.95, "datasets": {"math": report}}
 
 
@@ -53,6 +57,20 @@ def test_subsets_show_the_metrics_that_matter_most(plain_console: Console, writt
         "",
         "  a note",
     ]
+
+
+def test_what_only_a_later_model_has_is_shown_with_what_counts_as_correct(
+    plain_console: Console, written: Callable[[], str]
+) -> None:
+    later = document("b", 0.75, SUCCESS, hard={"reward": estimate(0.5), "avg@2": estimate(0.25)})
+    later["datasets"]["math"]["metrics"]["maj@2"] = estimate(0.625)
+    differences: dict[str, Any] = {"b": {"math": {"metrics": {}, "subsets": {}}}}
+    print_evaluations(plain_console, [document("a", 0.25, hard={"reward": estimate(0.5)}), later], differences)
+    output = written()
+    assert "math: 3 prompts x 2 completions, 95 % intervals, correct: close >= 0.5\n" in output
+    lines = [line.split() for line in output.splitlines()]
+    assert ["maj@2", "-", "0.625", "-"] in lines
+    assert ["avg@2", "-", "0.25", "-"] in lines
 
 
 def test_a_log_says_when_a_dataset_is_sampled(plain_console: Console, written: Callable[[], str]) -> None:

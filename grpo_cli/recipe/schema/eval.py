@@ -78,5 +78,9 @@ class EvalSection:
     subset_column: str | None = option(
         None, help="Column of the dataset by whose values `grpo eval` reports everything as well."
     )
-    best_metric: str = option("eval/reward", non_empty=True, help="Evaluation metric that picks the best checkpoint.")
+    best_metric: str = option(
+        "eval/reward",
+        non_empty=True,
+        help="Evaluation metric that picks the best checkpoint; `avg@k`, `pass@k` and `maj@k` need `success`.",
+    )
     greater_is_better: bool = option(True, help="Whether a larger `best_metric` is better.")
