@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.evaluated_model import EvaluatedModel
 from grpo_cli.engine.evaluation import plain_numbers, scored
 from grpo_cli.engine.evaluation_identity import sampled_with, scored_with
+from grpo_cli.engine.evaluation_keeping import Keeping
 from grpo_cli.engine.evaluation_policy import LoadedForSampling, load_for_sampling, open_sampler
 from grpo_cli.engine.evaluation_store import EvaluationStore
 from grpo_cli.engine.held_out import HeldOut, load_all_held_out, load_scorers
@@ -46,8 +47,8 @@ from grpo_cli.types import PolicyVersion, Prompt, Sampling
 PROBLEMS_SHOWN = 5
 """Of a dataset's reward functions, one line each."""
 
-PART_COMPLETIONS = 512
-"""Completions that are sampled before they are kept: what a killed evaluation may lose. Fewer would leave an engine idle at each end."""
+COMPLETIONS_AT_ONCE = 4096
+"""That an engine is asked for in one call, which holds all of them until the last is complete."""
 
 END_OF_RUN = TrainerState(global_step=1, max_steps=1, epoch=1.0, progress=1.0)
 """What reward functions are told, for there is no run."""
@@ -201,47 +202,45 @@ def _complete(
             continue
         if changed is not None:
             view.say(f"{held_out.task.label}: the kept completions are scored again, with another {', '.join(changed)}")
-        parts = _parts(held_out)
-        missing = [number for number in range(len(parts)) if not store.has_part(number)]
+        kept = store.kept()
+        missing = [prompt for prompt in held_out.prompts if prompt.uid not in kept]
         if missing and weight_sync is None:
             weight_sync = open_sampler(inputs, policy, view, stack)
         view.begin(held_out.task.label, total=len(held_out.prompts))
-        for number, prompts in enumerate(parts):
-            if number in missing and weight_sync is not None:
-                store.write_part(number, _sample(inputs, held_out, sampling, prompts, weight_sync))
-            view.sampled(len(prompts))
+        view.sampled(len(held_out.prompts) - len(missing))
+        if missing and weight_sync is not None:
+            _sample(inputs, held_out, sampling, missing, weight_sync, Keeping(store, view))
         if weight_sync is not None:
             weight_sync.rest()
         _score(inputs, held_out, store, view)
 
 
-def _parts(held_out: HeldOut) -> list[Sequence[Prompt]]:
-    """Cut the prompts into parts. They depend on the recipe alone: an evaluation that goes on samples the same ones together."""
-    size = max(1, PART_COMPLETIONS // held_out.task.settings.num_generations)
-    return [held_out.prompts[start : start + size] for start in range(0, len(held_out.prompts), size)]
-
-
 def _sample(
-    inputs: SamplingInputs, held_out: HeldOut, sampling: Sampling, prompts: Sequence[Prompt], weight_sync: WeightSync
-) -> Any:
-    seed = inputs.recipe.train.seed
-    with own_randomness(seed):
-        return weight_sync.sample(
-            PolicyVersion(0),
-            prompts,
-            sampling,
-            num_generations=held_out.task.settings.num_generations,
-            seed_key=held_out.seed_key(seed),
-        )
+    inputs: SamplingInputs,
+    held_out: HeldOut,
+    sampling: Sampling,
+    prompts: Sequence[Prompt],
+    weight_sync: WeightSync,
+    keeping: Keeping,
+) -> None:
+    """Sample what is missing; what is complete is kept however this ends."""
+    seed, count = inputs.recipe.train.seed, held_out.task.settings.num_generations
+    at_once = max(1, COMPLETIONS_AT_ONCE // count)
+    with own_randomness(seed), closing(keeping):
+        for start in range(0, len(prompts), at_once):
+            weight_sync.sample(
+                PolicyVersion(0),
+                prompts[start : start + at_once],
+                sampling,
+                num_generations=count,
+                seed_key=held_out.seed_key(seed),
+                on_group=keeping.add,
+            )
 
 
 def _score(inputs: SamplingInputs, held_out: HeldOut, store: EvaluationStore, view: EvaluationView) -> None:
     """Score all completions of a dataset in one call, so that rewards that look at several of them see all."""
-    groups = [
-        group
-        for number, prompts in enumerate(_parts(held_out))
-        for group in store.read_part(number, prompts, inputs.tokenizer)
-    ]
+    groups = store.read(held_out.prompts, inputs.tokenizer)
     view.close()
     with own_randomness(inputs.recipe.train.seed):
         scores = scored(held_out, groups, END_OF_RUN)

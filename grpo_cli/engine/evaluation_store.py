@@ -6,6 +6,7 @@ missing, and comes to the same numbers, for it reads what it wrote in any case. 
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.telemetry.completions import write_table
 from grpo_cli.telemetry.files import disk_errors, write_whole
-from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt
+from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId
 
 _NOTES = b"grpo"
 """Under this name the completion file holds what is known of all completions together, and what their rewards depend on."""
 
+_PART_NAME = re.compile(r"part-\d{5,}\.parquet")
 _PART = pa.schema({"prompt_uid": pa.string(), "ids": pa.list_(pa.int32()), "finish_reason": pa.string()})
 
 
@@ -74,12 +76,20 @@ class EvaluationStore:
                 hint="name another folder with --output, or start over with --overwrite",
             )
 
-    def has_part(self, number: int) -> bool:
-        """Tell whether a part is sampled."""
-        return self._part(number).is_file()
+    def kept(self) -> set[PromptId]:
+        """Name the prompts whose completions are kept.
 
-    def write_part(self, number: int, groups: Sequence[Group]) -> None:
-        """Keep the completions of some prompts.
+        Raises:
+            CheckpointError: If a file is damaged.
+        """
+        uids: set[PromptId] = set()
+        for path in self._parts():
+            with _reading(path):
+                uids.update(pq.read_table(path, columns=["prompt_uid"]).column("prompt_uid").to_pylist())
+        return uids
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        """Keep the completions of some prompts, beside those that are kept already.
 
         Raises:
             TrainingError: If they cannot be written.
@@ -93,27 +103,35 @@ class EvaluationStore:
             },
             schema=_PART,
         )
-        write_table(table, self._part(number))
+        write_table(table, self.folder / f"part-{len(self._parts()):05d}.parquet")
 
-    def read_part(self, number: int, prompts: Sequence[Prompt], tokenizer: Any) -> list[Group]:
-        """Give the completions of some prompts back; nothing is known of their log-probabilities.
+    def read(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[Group]:
+        """Give the completions of all prompts back; nothing is known of their log-probabilities.
 
         Args:
-            number: Of the part.
-            prompts: Its prompts.
+            prompts: All of the dataset.
             tokenizer: Makes text of the tokens.
 
         Raises:
             CheckpointError: If they are those of other prompts.
         """
-        with _reading(self._part(number)):
-            table = pq.read_table(self._part(number), schema=_PART)
-        uids, ids = table.column("prompt_uid").to_pylist(), table.column("ids").to_pylist()
+        places = {prompt.uid: place for place, prompt in enumerate(prompts)}
+        tables = []
+        for path in self._parts():
+            with _reading(path):
+                tables.append(pq.read_table(path, schema=_PART))
+        table = pa.concat_tables(tables)
+        uids = table.column("prompt_uid").to_pylist()
         size = len(uids) // len(prompts)
-        if uids != [prompt.uid for prompt in prompts for _ in range(size)]:
+        counts = Counter(uids)
+        if counts.keys() != places.keys() or set(counts.values()) != {size}:
             raise CheckpointError(
-                f"--output: {self._part(number)} holds other prompts", hint="start over with --overwrite"
+                f"--output: {self.folder} holds completions of other prompts", hint="start over with --overwrite"
             )
+        # Written as they were complete; those of a prompt stand together.
+        order = sorted(range(len(uids)), key=lambda row: places[uids[row]])
+        table = table.take(pa.array(order))
+        ids = table.column("ids").to_pylist()
         reasons = table.column("finish_reason").to_pylist()
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         one_of_each: dict[int, int] = {}  # an integer object for each token would take four times the memory
@@ -183,8 +201,8 @@ class EvaluationStore:
     def _claim_path(self) -> Path:
         return self.folder / "made_with.json"
 
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number:05d}.parquet"
+    def _parts(self) -> list[Path]:
+        return [path for path in sorted(self.folder.glob("part-*.parquet")) if _PART_NAME.fullmatch(path.name)]
 
     def _completions(self) -> list[Path]:
         """List all files that hold completions, those with rewards first."""

@@ -35,12 +35,15 @@ def make_group(number: int, *texts: str) -> Group:
     )
 
 
-def test_a_part_comes_back_as_it_was_sampled(tmp_path: Path) -> None:
-    store, groups = EvaluationStore(folder=tmp_path), [make_group(3, "one", "two"), make_group(5, "ä", "")]
-    assert not store.has_part(7)
-    store.write_part(7, groups)
-    assert store.has_part(7)
-    found = store.read_part(7, [group.prompt for group in groups], build_tiny_tokenizer())
+def test_completions_come_back_as_they_were_sampled_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    store = EvaluationStore(folder=tmp_path)
+    groups = [make_group(number, f"one {number}", "ä") for number in (3, 5, 4)]
+    assert store.kept() == set()
+    store.keep(groups[1:])
+    assert store.kept() == {"0:5", "0:4"}
+    store.keep(groups[:1])
+    assert store.kept() == {"0:3", "0:5", "0:4"}
+    found = store.read([group.prompt for group in groups], build_tiny_tokenizer())
     for mine, theirs in zip(found, groups, strict=True):
         assert mine.prompt == theirs.prompt
         for ours, others in zip(mine.completions, theirs.completions, strict=True):
@@ -49,16 +52,17 @@ def test_a_part_comes_back_as_it_was_sampled(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
-def test_a_part_of_other_prompts_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(4,), (3, 4), ()])
+def test_completions_of_other_prompts_are_refused(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     store = EvaluationStore(folder=tmp_path)
-    store.write_part(0, [make_group(3, "one")])
-    with pytest.raises(CheckpointError, match="holds other prompts"):
-        store.read_part(0, [make_group(4, "one").prompt], build_tiny_tokenizer())
+    store.keep([make_group(3, "one")])
+    with pytest.raises(CheckpointError, match="holds completions of other prompts"):
+        store.read([make_group(number, "one").prompt for number in numbers or (3, 5)], build_tiny_tokenizer())
 
 
 def test_completions_come_back_with_their_numbers_and_can_be_scored_again(tmp_path: Path) -> None:
     store = EvaluationStore(folder=tmp_path)
-    store.write_part(0, [make_group(3, "one")])
+    store.keep([make_group(3, "one")])
     assert store.read_completions() is None
     assert store.changed_scoring(SCORED_WITH) is None
     numbers = {"reward_std": 0.25, "reward": float("nan")}
@@ -70,29 +74,29 @@ def test_completions_come_back_with_their_numbers_and_can_be_scored_again(tmp_pa
     assert repr(numbers) == "{'reward_std': 0.25, 'reward': nan}"
     assert store.changed_scoring(SCORED_WITH) == []
     assert store.changed_scoring({**SCORED_WITH, "weights": [2.0]}) == ["weights"]
-    assert store.has_part(0), "what is scored again is there"
+    assert store.kept(), "what is scored again is there"
 
 
 def test_a_folder_is_that_of_one_evaluation(tmp_path: Path) -> None:
     store = EvaluationStore(folder=tmp_path / "letters")
     store.claim(MADE_WITH)
-    store.write_part(0, [make_group(3, "one")])
+    store.keep([make_group(3, "one")])
     store.claim(MADE_WITH)
-    assert store.has_part(0), "it is gone on with"
+    assert store.kept(), "it is gone on with"
     other = {**MADE_WITH, "sampling": {"temperature": 0.5, "stop_ids": (1, 2)}}
     with pytest.raises(CheckpointError, match=r"another sampling\.temperature: 1\.0, and now 0\.5"):
         store.claim(other)
-    assert store.has_part(0)
+    assert store.kept()
     store.clear()
     store.claim(other)
-    assert not store.has_part(0)
+    assert not store.kept()
 
 
 def test_completions_of_nobody_are_not_taken_over(tmp_path: Path) -> None:
     """A kill between removing the claim and the completions left them so."""
     store = EvaluationStore(folder=tmp_path / "letters")
     store.claim(MADE_WITH)
-    store.write_part(0, [make_group(3, "one")])
+    store.keep([make_group(3, "one")])
     (store.folder / "made_with.json").unlink()
     with pytest.raises(CheckpointError, match=r"part-00000\.parquet is there without made_with\.json"):
         store.claim(MADE_WITH)
@@ -103,8 +107,8 @@ def test_starting_over_removes_nothing_of_a_users_and_the_claim_at_last(
 ) -> None:
     store = EvaluationStore(folder=tmp_path / "letters")
     store.claim(MADE_WITH)
-    for number in range(2):
-        store.write_part(number, [make_group(3, "one")])
+    for _ in range(2):
+        store.keep([make_group(3, "one")])
     store.write_completions(pa.table({"reward/a": [0.5]}), {}, scored_with=SCORED_WITH)
     (store.folder / ".writing-part-00002.parquet").write_bytes(b"torn")
     notes = ("notes.txt", "part-of-mine.parquet")
@@ -128,13 +132,13 @@ def test_starting_over_removes_nothing_of_a_users_and_the_claim_at_last(
 def test_a_damaged_file_is_named(name: str, left: int, tmp_path: Path) -> None:
     store, group = EvaluationStore(folder=tmp_path), make_group(3, "one")
     store.claim(MADE_WITH)
-    store.write_part(0, [group])
+    store.keep([group])
     store.write_completions(pa.table({"reward/a": [0.5]}), {}, scored_with=SCORED_WITH)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(CheckpointError, match=f"{name} is damaged"):  # noqa: PT012  only one of them raises
         store.claim(MADE_WITH)
-        store.read_part(0, [group.prompt], build_tiny_tokenizer())
+        store.read([group.prompt], build_tiny_tokenizer())
         store.changed_scoring(SCORED_WITH)
 
 
@@ -142,8 +146,8 @@ def test_completions_that_come_back_take_little_memory(tmp_path: Path) -> None:
     """Less than 16 bytes a token, of which 8 are its place in the tuple: there were 44."""
     store, group, size = EvaluationStore(folder=tmp_path), make_group(3, "one"), 200_000
     long = replace(group.completions[0], ids=tuple(range(300, 500)) * (size // 200))
-    store.write_part(0, [replace(group, completions=(long,))])
-    kept = store.read_part(0, [group.prompt], build_tiny_tokenizer())[0].completions[0]
+    store.keep([replace(group, completions=(long,))])
+    kept = store.read([group.prompt], build_tiny_tokenizer())[0].completions[0]
     integers = {id(token): sys.getsizeof(token) for token in kept.ids}
     taken = sys.getsizeof(kept.ids) + sum(integers.values()) + kept.logps.untyped_storage().nbytes()
     assert kept.ids == long.ids
