@@ -18,7 +18,7 @@ _SAME_EACH_TIME = (("temperature", 0, "above 0"), ("top_k", 1, "above 1, or to 0
 """Settings that leave the likeliest token alone, and what they would have to be instead."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_OWN_FAMILIES = re.compile(r"(reward|reward/.*|reward_std|rewards/.*|completions/.*|(avg|pass|maj)@.*)")
+_OWN_FAMILIES = re.compile(r"(reward|reward/.*|reward_std|rewards/.*|completions/.*|[a-z]+@.*)")
 """Names of metrics that no reward function may log."""
 
 _OF_SUCCESS = re.compile(r"(avg|pass|maj)@")
