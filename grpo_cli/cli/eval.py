@@ -48,6 +48,7 @@ def evaluate(
     \b
     Examples:
       grpo eval recipes/math.yaml
+      grpo eval recipes/math.yaml eval.dataset.max_rows=50
       grpo eval recipes/math.yaml --model runs/math/final eval.num_generations=16 eval.temperature=0.7
       grpo eval recipes/math.yaml --model Qwen/Qwen2.5-1.5B-Instruct --model runs/math
       grpo eval recipes/math.yaml --model best vllm.mode=server vllm.start=true

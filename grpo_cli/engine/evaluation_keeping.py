@@ -30,6 +30,8 @@ class Keeping:
         """Take a group; one that an engine has sampled again is the same."""
         if group.prompt.uid in self._kept:
             return
+        if not self._waiting and not self._kept:
+            self._last = time.monotonic()  # an engine takes its time to start
         self._waiting[group.prompt.uid] = group
         waiting = len(self._waiting) * len(group.completions)
         if waiting >= COMPLETIONS_OF_A_PART or time.monotonic() - self._last > SECONDS_BETWEEN_PARTS:
