@@ -23,6 +23,7 @@ from grpo_cli.engine.held_out import HeldOut, load_all_held_out, load_scorers
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.libraries import quiet_libraries
 from grpo_cli.engine.randomness import own_randomness
+from grpo_cli.engine.rewards import failed_too_often
 from grpo_cli.engine.run_directory import locked
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.signals import StopSignals
@@ -251,10 +252,10 @@ def _score(inputs: SamplingInputs, held_out: HeldOut, store: EvaluationStore, vi
         view.warn(
             f"{held_out.task.label}: {len(scores.problems) - PROBLEMS_SHOWN:,} more problems with reward functions"
         )
-    failed, rewards = scores.failed_prompts, held_out.task.rewards
-    if failed >= rewards.failure_budget * len(groups):
+    rewards = held_out.task.rewards
+    if failed_too_often(scores, rewards.failure_budget):
         raise TrainingError(
-            f"{held_out.task.label}: a reward function failed on {failed} of {len(groups)} prompts; `rewards.failure_budget` allows less "
+            f"{held_out.task.label}: a reward function failed on {scores.failed_prompts} of {len(groups)} prompts; `rewards.failure_budget` allows less "
             f"than {rewards.failure_budget:g} of them",
             hint=f"the completions are kept: the same command scores them again, with other rewards too. {'; '.join(scores.problems[:1])}",
         )

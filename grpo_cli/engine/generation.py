@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
-from grpo_cli.engine.rewards import failure_metrics
+from grpo_cli.engine.rewards import failed_too_often, failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
@@ -126,9 +126,9 @@ def _check_failures(scores: Scores, settings: LoopSettings, *, step: int) -> Non
     Raises:
         TrainingError: If they did.
     """
-    failed, prompts = scores.failed_prompts, len(scores.groups)
-    if failed < settings.failure_budget * prompts:
+    if not failed_too_often(scores, settings.failure_budget):
         return
+    failed, prompts = scores.failed_prompts, len(scores.groups)
     on = "every prompt" if failed == prompts else f"{failed} of {prompts} prompts"
     allowed = (
         "" if failed == prompts else f"; `rewards.failure_budget` allows less than {settings.failure_budget:g} of them"

@@ -29,6 +29,11 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
     return scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes)
 
 
+def failed_too_often(scores: Scores, budget: float) -> bool:
+    """Tell whether reward functions failed on at least the share of the prompts that `rewards.failure_budget` does not allow."""
+    return scores.failed_prompts >= budget * len(scores.groups)
+
+
 def failure_metrics(scores: Scores) -> Metrics:
     """Count the prompts on which reward functions failed."""
     return {

@@ -12,7 +12,8 @@ from tenacity import AsyncRetrying, Retrying, retry_if_exception_type, stop_afte
 from torch import Tensor
 
 from grpo_cli.errors import RewardError
-from grpo_cli.scoring.contract import call_arguments, checked_rewards
+from grpo_cli.recipe.schema.rewards import REWARD_ARGUMENTS
+from grpo_cli.scoring.contract import call_arguments, checked_rewards, dataset_columns
 from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.isolation.failures import LostCallError, ReportedError, TimedOutError, one_line
 from grpo_cli.scoring.isolation.reply import Answer
@@ -77,7 +78,7 @@ class Call:
             stop_after_attempt(reward.limits.retries + 1 if repeats else 1),
             retry_if_exception_type((Exception, SystemExit)),
         )
-        self._arguments()  # what is missing is told at once
+        reward.check_available([*REWARD_ARGUMENTS, *dataset_columns(groups)])  # what is missing is told at once
         if reward.is_async:
             self._result = (reward.loop or loop).submit(
                 AsyncRetrying(stop=stop, wait=_PAUSE, retry=retry, reraise=True)(self._attempt_async)

@@ -153,12 +153,15 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
     for index, group in enumerate(groups):
         size = len(group.completions)
         rewards = [column.rewards[index] for column in columns]
-        errors = [reward for reward in rewards if isinstance(reward, RewardError)]
+        errors = {
+            column.name: reward
+            for column, reward in zip(columns, rewards, strict=True)
+            if isinstance(reward, RewardError)
+        }
         dropped = bool(errors) and error_value is None
-        problems += [f"prompt {group.prompt.uid} {_consequence(error_value)}: {error.message}" for error in errors]
-        failed = tuple(
-            column.name for column, reward in zip(columns, rewards, strict=True) if isinstance(reward, RewardError)
-        )
+        problems += [
+            f"prompt {group.prompt.uid} {_consequence(error_value)}: {error.message}" for error in errors.values()
+        ]
         scored.append(
             ScoredGroup(
                 group=group,
@@ -170,7 +173,7 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
                     for shown, (owner, name) in names.items()
                 },
                 dropped=dropped,
-                failed=failed,
+                failed=tuple(errors),
             )
         )
     problems += [
