@@ -45,6 +45,7 @@ class Prompt:
         text: The text those tokens were made of.
         messages: The chat turns of a conversational prompt; None for a plain string.
         row: All columns of the dataset row after `columns:` mapping, `prompt` included. Read only.
+        images: Encoded (PNG, JPEG ...), in the order of their placeholders among the tokens.
     """
 
     uid: PromptId
@@ -52,6 +53,7 @@ class Prompt:
     text: str
     messages: tuple[Message, ...] | None
     row: Mapping[str, Any]
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class Sampling:
         stop_strings: Any of these, completed in the decoded text, ends a completion; its text is kept.
         min_tokens: Stop tokens cannot be sampled before this many tokens.
         max_tokens: Completions are cut here.
+        banned_ids: Tokens that are never sampled, such as those that stand for images.
         regex: Tokens that would keep a completion from matching it cannot be sampled; None: anything goes. Log-probabilities that the
             policy computes know nothing of it.
     """
@@ -81,6 +84,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
     max_tokens: int
+    banned_ids: tuple[int, ...] = ()
     regex: str | None = None
 
 
@@ -157,6 +161,7 @@ class TrainingGroup:
         advantages: float32 [G].
         in_loss: G booleans; False: masked from the loss (truncated, with `mask_truncated_completions`).
         policy_version: Which weights sampled it.
+        images: The prompt's, encoded.
     """
 
     uid: PromptId
@@ -166,6 +171,7 @@ class TrainingGroup:
     advantages: Tensor
     in_loss: tuple[bool, ...]
     policy_version: PolicyVersion
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,10 +191,11 @@ class PolicyLogps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A prompt and completions of it that go through one forward together (all of a group, or a part of it)."""
+    """A prompt, with its encoded images, and completions of it that go through one forward together (all of a group, or a part of it)."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[tuple[int, ...], ...]
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,7 +164,7 @@ def _segments(rows: Sequence[_Row], groups: Sequence[TrainingGroup]) -> tuple[Se
         else:
             members.append((row.group, [ids]))
     return tuple(
-        Segment(prompt_ids=groups[number].prompt_ids, completion_ids=tuple(completions))
+        Segment(prompt_ids=groups[number].prompt_ids, completion_ids=tuple(completions), images=groups[number].images)
         for number, completions in members
     )
 

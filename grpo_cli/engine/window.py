@@ -69,6 +69,7 @@ def _training_group(scored: ScoredGroup, advantages: Tensor, *, mask_truncated: 
             not (mask_truncated and completion.finish_reason is FinishReason.LENGTH) for completion in completions
         ),
         policy_version=scored.group.completions[0].policy_version,
+        images=scored.group.prompt.images,
     )
 
 

@@ -208,7 +208,7 @@ def _nudged(policy: PolicyModel) -> Iterator[None]:
 def _whole_distribution(policy: PolicyModel) -> Iterator[None]:
     """Leave out filters and banned stop tokens: they turn rounding into jumps, and give -inf to probe tokens they exclude."""
     sampling = policy.sampling
-    policy.sampling = replace(sampling, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0)
+    policy.sampling = replace(sampling, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0, banned_ids=())
     try:
         yield
     finally:

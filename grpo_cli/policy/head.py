@@ -124,7 +124,7 @@ def statistics_of_logits(
         logits: float32 [C, V], scaled by the family's rule, before temperature.
         targets: int64 [C].
         positions: int64 [C], index of the target within its completion.
-        sampling: Temperature, filters, and stop tokens that are banned before `min_tokens`.
+        sampling: Temperature, filters, tokens that are banned, and stop tokens that are before `min_tokens`.
         entropy_grad: Whether the entropies are differentiable.
 
     Returns:
@@ -302,7 +302,7 @@ def _filters(sampling: Sampling) -> bool:
 
 def _excludes(sampling: Sampling) -> bool:
     """Tell whether some tokens may have probability 0."""
-    return sampling.min_tokens > 0 or _filters(sampling)
+    return bool(sampling.min_tokens or sampling.banned_ids) or _filters(sampling)
 
 
 def _exclude(
@@ -314,12 +314,15 @@ def _exclude(
         logits: [c, V], divided by the temperature.
         targets: int64 [c]; filters keep them.
         positions: int64 [c], index of the target within its completion.
-        sampling: Filters, and stop tokens that are banned before `min_tokens`.
+        sampling: Filters, tokens that are banned, and stop tokens that are before `min_tokens`.
         thresholds: What an earlier call for the same logits returned; it saves the sorting.
 
     Returns:
         [c], the smallest logit of each row that filters keep; -inf without filters.
     """
+    if sampling.banned_ids:
+        banned = torch.tensor(sampling.banned_ids, dtype=torch.long, device=logits.device)
+        logits.index_fill_(1, banned, -torch.inf)
     if sampling.min_tokens > 0:
         stops = torch.tensor(sorted(set(sampling.stop_ids)), dtype=torch.long, device=logits.device)
         early = (positions < sampling.min_tokens)[:, None]

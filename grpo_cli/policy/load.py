@@ -13,13 +13,25 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
 from grpo_cli.policy.adapters import attach_adapters, has_adapters, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
+from grpo_cli.vision.inputs import is_vision_language
+from grpo_cli.vision.processor import VisionProcessor
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
 """Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
@@ -28,7 +40,7 @@ DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdro
 def load_model(
     section: ModelSection, *, folder: Path, device: torch.device | str = "cpu", adapters: Path | None = None
 ) -> Any:
-    """Load the causal language model that a recipe names, with adapters if it asks for them.
+    """Load the causal or vision-language model that a recipe names, with adapters if it asks for them.
 
     Attention with bounded scores is eager where `sdpa` is asked for (see `caps_attention`). Dropout is switched off (see
     `disable_dropout`); the model is in training mode, which gradient checkpointing needs; it can be saved (see
@@ -41,7 +53,7 @@ def load_model(
         adapters: Folder of trained adapters; None: they start anew.
 
     Returns:
-        A transformers causal language model, weights in `section.dtype`.
+        A transformers model, weights in `section.dtype`.
 
     Raises:
         ModelError: If it is not found, is no causal language model, does not load, or does not fit into the device's memory.
@@ -50,7 +62,7 @@ def load_model(
     location = prepared_location(section.name_or_path, folder)
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
     with explained(section.name_or_path):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = _class_for(section, location).from_pretrained(
             location.name_or_path,
             revision=section.revision,
             dtype=dtype,
@@ -90,14 +102,15 @@ def load_shapes(section: ModelSection, *, folder: Path) -> Any:
         folder: The recipe's folder, which relative paths start from.
 
     Returns:
-        A transformers causal language model on `meta`, in the precision that its weights will have.
+        A transformers model on `meta`, in the precision that its weights will have.
 
     Raises:
         ModelError: If the configuration is not found, or is none of a causal language model.
     """
     config = _load_config(section, folder)
     with explained(section.name_or_path), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+        kind = AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+        model = kind.from_config(config, trust_remote_code=section.trust_remote_code)
     return model.to(_weights_dtype(section, config))
 
 
@@ -108,6 +121,16 @@ def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
         ModelError: If the configuration is not found.
     """
     return _weights_dtype(section, _load_config(section, folder))
+
+
+def _class_for(section: ModelSection, location: ModelLocation) -> Any:
+    """Give what loads a model: a folder of adapters alone has no configuration."""
+    if (Path(location.name_or_path) / ADAPTER_CONFIG).is_file():
+        return AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(
+        location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+    )
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def _load_config(section: ModelSection, folder: Path) -> Any:
@@ -144,12 +167,38 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
             location.name_or_path, revision=revision, trust_remote_code=section.trust_remote_code
         )
     if section.chat_template_path is not None:
-        places = [base / Path(section.chat_template_path).expanduser() for base in (folder, Path.cwd())]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None:
-            raise ModelError(f"model.chat_template_path: {places[0]} does not exist")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        tokenizer.chat_template = _chat_template(section.chat_template_path, folder)
     return tokenizer
+
+
+def _chat_template(path: str, folder: Path) -> str:
+    """Read the recipe's chat template."""
+    places = [base / Path(path).expanduser() for base in (folder, Path.cwd())]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ModelError(f"model.chat_template_path: {places[0]} does not exist")
+    return found.read_text(encoding="utf-8")
+
+
+def load_vision(section: ModelSection, *, folder: Path) -> VisionProcessor | None:
+    """Load what prepares images for the recipe's model; None: it reads text only.
+
+    Raises:
+        ModelError: If the processor is not found, or needs a package that is not installed.
+    """
+    if not is_vision_language(_load_config(section, folder)):
+        return None
+    location = prepared_location(section.name_or_path, folder)
+    with explained(section.name_or_path):
+        processor = AutoProcessor.from_pretrained(
+            location.name_or_path,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            **section.processor_kwargs,
+        )
+    if section.chat_template_path is not None:
+        processor.chat_template = _chat_template(section.chat_template_path, folder)
+    return VisionProcessor(processor)
 
 
 def disable_dropout(model: nn.Module) -> None:

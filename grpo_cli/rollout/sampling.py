@@ -11,13 +11,18 @@ from grpo_cli.types import Sampling
 
 
 def training_sampling(
-    generation: GenerationSection, *, stop_ids: tuple[int, ...], regex: str | None = None
+    generation: GenerationSection,
+    *,
+    stop_ids: tuple[int, ...],
+    banned_ids: tuple[int, ...] = (),
+    regex: str | None = None,
 ) -> Sampling:
     """Sampling settings of training rollouts.
 
     Args:
         generation: The recipe's `generation` section.
         stop_ids: From `stop_token_ids`.
+        banned_ids: Tokens that no completion may have.
         regex: The recipe's `vllm.structured_outputs_regex`.
     """
     return Sampling(
@@ -30,12 +35,18 @@ def training_sampling(
         stop_strings=tuple(generation.stop),
         min_tokens=generation.min_completion_length,
         max_tokens=generation.max_completion_length,
+        banned_ids=banned_ids,
         regex=regex,
     )
 
 
 def evaluation_sampling(
-    evaluation: EvalSection, generation: GenerationSection, *, stop_ids: tuple[int, ...], regex: str | None = None
+    evaluation: EvalSection,
+    generation: GenerationSection,
+    *,
+    stop_ids: tuple[int, ...],
+    banned_ids: tuple[int, ...] = (),
+    regex: str | None = None,
 ) -> Sampling:
     """Sampling settings of evaluation rollouts: `eval`'s own, and for the rest those of training.
 
@@ -43,6 +54,7 @@ def evaluation_sampling(
         evaluation: The recipe's `eval` section.
         generation: The recipe's `generation` section; gives the stop strings and the lengths that `eval` leaves out.
         stop_ids: From `stop_token_ids`.
+        banned_ids: Tokens that no completion may have.
         regex: The recipe's `vllm.structured_outputs_regex`.
     """
     max_tokens = evaluation.max_completion_length or generation.max_completion_length
@@ -56,6 +68,7 @@ def evaluation_sampling(
         stop_strings=tuple(generation.stop),
         min_tokens=min(generation.min_completion_length, max_tokens),
         max_tokens=max_tokens,
+        banned_ids=banned_ids,
         regex=regex,
     )
 

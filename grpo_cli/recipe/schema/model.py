@@ -1,7 +1,7 @@
 """`model:` the policy and its tokenizer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_cli.recipe.schema.option import option
 
@@ -49,6 +49,10 @@ class ModelSection:
         False, help="Run Python code that comes with a hub model. Off unless you read that code."
     )
     chat_template_path: str | None = option(None, help="Jinja file that replaces the tokenizer's chat template.")
+    processor_kwargs: dict[str, Any] = option(
+        factory=dict,
+        help="Options of a vision-language model's processor, such as `{max_pixels: 602112}` for Qwen2.5-VL; fewer pixels are fewer tokens.",
+    )
     lora: LoraSection | None = option(
         None,
         help="Train low-rank adapters instead of all weights: `{}` with the defaults below. The reference of the KL term is then the "

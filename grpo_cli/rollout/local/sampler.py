@@ -31,6 +31,7 @@ class TokenSampler:
     def __init__(self, sampling: Sampling, *, device: torch.device) -> None:
         self._sampling = sampling
         self._device = device
+        self._banned_ids = torch.tensor(sampling.banned_ids, dtype=torch.long, device=device)
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
         self._uniforms = torch.empty(0, sampling.max_tokens, device=device)
         self._penalised = sampling.repetition_penalty != 1.0
@@ -66,6 +67,8 @@ class TokenSampler:
         logits = self._with_penalty(logits.float())
         if sampling.temperature not in (0.0, 1.0):
             logits = logits / sampling.temperature
+        if sampling.banned_ids:
+            logits = logits.index_fill(1, self._banned_ids, -torch.inf)
         if sampling.min_tokens:
             early = (positions < sampling.min_tokens)[:, None]
             stops = logits[:, self._stop_ids].masked_fill(early, -torch.inf)
