@@ -93,5 +93,12 @@ def decoded(image: bytes) -> Image.Image:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 
+def blank_image() -> bytes:
+    """Give a small grey picture, as PNG."""
+    target = io.BytesIO()
+    Image.new("RGB", (56, 56), "grey").save(target, format="PNG")
+    return target.getvalue()
+
+
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
