@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ from tiny_models import build_tiny_model
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with its tokenizer, as a plain model folder. Read only."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give the folder of a family's tiny random vision-language model with its processor, made when first asked for. Read only."""
+    from tiny_vision_models import build_tiny_vision_model  # most tests need none, and it takes a second to import
+
+    @cache
+    def folder(family: str) -> Path:
+        return build_tiny_vision_model(tmp_path_factory.mktemp(f"tiny-{family}"), family)
+
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -174,6 +174,7 @@ def _evaluate_model(
         processes=processes,
         strategy=Replicas(processes),
         tokenizer=tokenizer,
+        vision=None,
         held_out=load_all_held_out(loaded, tokenizer, scorers),
     )
     for line in (line for one in inputs.held_out for line in one.lines):

@@ -123,6 +123,7 @@ def _load_inputs(
         processes=processes,
         strategy=strategy,
         tokenizer=tokenizer,
+        vision=None,
         prompts=prompts,
         held_out=held_out,
         scorer=scorer,

@@ -46,6 +46,9 @@ class VisionProcessor:
         Raises:
             ValueError: If the text has another number of placeholders, or an image cannot be read.
         """
+        places = text.count(self._processor.image_token)  # not every family's processor counts
+        if places != len(images):
+            raise ValueError(f"{len(images)} image(s) for {places} placeholder(s) {self._processor.image_token}")
         found = self._call(text, images)
         self._keep(images, found)
         return tuple(found["input_ids"][0].tolist())

@@ -238,6 +238,7 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
         processes=processes,
         strategy=Replicas(processes),
         tokenizer=tokenizer,
+        vision=None,
         prompts=prompts,
         held_out=(),
         scorer=RewardScorer(rewards),
