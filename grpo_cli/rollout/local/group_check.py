@@ -82,15 +82,17 @@ def _in_words(error: Exception) -> str:
 def _logits(model: Any, vision: VisionProcessor | None) -> tuple[Tensor, Tensor]:
     """Logits after the same tokens in two ways, float32 [12, V] each: plain forwards, and rows that come and go."""
     vocabulary = whole_shape(model.get_input_embeddings().weight)[0]
-    questions = [_prompt([7 * place % vocabulary for place in range(1, length)]) for length in (6, 4)]
-    images = None
-    if vision is not None:
-        questions[1] = _prompt_with_image(vision)
-        images = PromptImages(model=model, prompts=questions, vision=vision)
-    prompts = [question.ids for question in questions]
     # The rows' groups, and the tokens they sample.
     groups = (0, 0, 1, 0)
     sampled = ((11,), (13, 17, 19), (23, 29, 31), (37,))
+    questions = [_prompt([7 * place % vocabulary for place in range(1, length)]) for length in (6, 4)]
+    images = None
+    if vision is not None:
+        question, window = _prompt_with_image(vision), window_of(model)
+        if window is None or len(question.ids) + len(sampled[2]) <= window:  # others are never fed by groups
+            questions[1] = question
+        images = PromptImages(model=model, prompts=questions, vision=vision)
+    prompts = [question.ids for question in questions]
     rows = [
         [*prompts[group], *(token % vocabulary for token in tokens)]
         for group, tokens in zip(groups, sampled, strict=True)
