@@ -15,6 +15,7 @@ from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.types import Prompt
+from grpo_cli.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class SamplingInputs:
         processes: The processes of this run.
         strategy: How they hold the model.
         tokenizer: The policy's.
+        vision: Prepares the images of prompts; None: no dataset has any.
         held_out: The datasets to evaluate on; empty if there are none.
     """
 
@@ -37,6 +39,7 @@ class SamplingInputs:
     processes: Processes
     strategy: Strategy
     tokenizer: Any
+    vision: VisionProcessor | None
     held_out: Sequence[HeldOut]
 
     @property
