@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # After the environment: huggingface_hub reads it when it is imported.
 from tiny_models import build_tiny_model
+from tiny_vision_models import build_tiny_vision_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with its tokenizer, as a plain model folder. Read only."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give the folder of a family's tiny random vision-language model with its processor, made when first asked for. Read only."""
+
+    @cache
+    def folder(family: str) -> Path:
+        return build_tiny_vision_model(tmp_path_factory.mktemp(f"tiny-{family}"), family)
+
+    return folder
 
 
 @pytest.fixture(autouse=True)

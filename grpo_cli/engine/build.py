@@ -38,6 +38,7 @@ from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
+from grpo_cli.vision.inputs import placeholder_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +88,13 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     stop_ids = stop_token_ids(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
-    sampling = training_sampling(recipe.generation, stop_ids=stop_ids, regex=recipe.vllm.structured_outputs_regex)
-    policy = PolicyModel(model, sampling=sampling)
+    sampling = training_sampling(
+        recipe.generation,
+        stop_ids=stop_ids,
+        banned_ids=placeholder_ids(model.config),
+        regex=recipe.vllm.structured_outputs_regex,
+    )
+    policy = PolicyModel(model, sampling=sampling, vision=inputs.vision)
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
     misfit = check_fit(
         model,
@@ -100,7 +106,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         ),
     )
     reference = _reference_model(inputs, model)
-    optimizer = build_optimizer(policy, recipe.train, device=inputs.processes.device)
+    optimizer = build_optimizer(model, recipe.train, device=inputs.processes.device)
     schedule = build_schedule(optimizer, recipe.train, total_steps=inputs.length.total_steps)
     shapes = [whole_shape(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     prepared = inputs.strategy.prepare(policy, optimizer, max_grad_norm=recipe.train.max_grad_norm)
@@ -108,7 +114,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     with inputs.processes.autocast():
         slower = choose_forward(
             policy,
-            _probe(inputs.prompts.first),
+            _probe(inputs.prompts.first, sampling.banned_ids),
             share_prefix=section.share_prefix,
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
@@ -184,7 +190,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         reference=loaded.reference,
         schedule=loaded.schedule,
         trained_shapes=loaded.trained_shapes,
-        evaluator=build_evaluator(inputs, weight_sync, stop_ids=loaded.sampling.stop_ids),
+        evaluator=build_evaluator(inputs, weight_sync, trained=loaded.sampling),
         health=RunHealth(),
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
         recorder=recorder,
@@ -227,7 +233,7 @@ def _build_reference(
         return None
     if model is None:
         return BaseModelReference(policy, prepared)
-    reference = PolicyModel(model, sampling=policy.sampling)
+    reference = PolicyModel(model, sampling=policy.sampling, vision=policy.vision)
     reference.full_logits = policy.full_logits
     if policy.shares_prefix:
         reference.share_prefix(longest)
@@ -239,10 +245,12 @@ def _build_reference(
     )
 
 
-def _probe(prompt: Prompt) -> tuple[Segment, ...]:
+def _probe(prompt: Prompt, banned: Sequence[int]) -> tuple[Segment, ...]:
     """Make segments to compare ways of computing log-probabilities on: a real prompt, continued by its own tokens."""
-    ids = prompt.ids[:96]  # enough to tell ways of computing apart, and a second or two on a CPU
+    # A part is enough to tell ways of computing apart, and a second or two on a CPU; images stay whole.
+    ids = prompt.ids if prompt.images else prompt.ids[:96]
+    text = tuple(token for token in ids if token not in banned)[-96:]
     return (
-        Segment(prompt_ids=ids, completion_ids=(ids[:8], ids[:3], ids[-1:])),
-        Segment(prompt_ids=ids[: len(ids) // 2 + 1], completion_ids=(ids[-5:], ids[:6])),
+        Segment(prompt_ids=ids, completion_ids=(text[:8], text[:3], text[-1:]), images=prompt.images),
+        Segment(prompt_ids=text[: len(text) // 2 + 1], completion_ids=(text[-5:], text[:6])),
     )

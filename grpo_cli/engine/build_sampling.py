@@ -108,27 +108,31 @@ def token_budget(inputs: SamplingInputs, policy: PolicyModel, say: Callable[[str
     )
 
 
-def build_evaluator(inputs: SamplingInputs, weight_sync: WeightSync, *, stop_ids: tuple[int, ...]) -> Evaluator | None:
+def build_evaluator(inputs: SamplingInputs, weight_sync: WeightSync, *, trained: Sampling) -> Evaluator | None:
     """Make the evaluator, if the recipe has held-out prompts.
 
     Args:
         inputs: What the run starts from.
         weight_sync: Samples from the newest weights.
-        stop_ids: What ends a completion.
+        trained: How completions are drawn in training.
     """
     if not inputs.held_out:
         return None
     return Evaluator(
         held_out=inputs.held_out,
-        samplings=[held_out_sampling(one, inputs.recipe, stop_ids=stop_ids) for one in inputs.held_out],
+        samplings=[held_out_sampling(one, inputs.recipe, trained=trained) for one in inputs.held_out],
         weight_sync=weight_sync,
         processes=inputs.processes,
         seed=inputs.recipe.train.seed,
     )
 
 
-def held_out_sampling(held_out: HeldOut, recipe: Recipe, *, stop_ids: tuple[int, ...]) -> Sampling:
-    """Say how completions of a dataset to evaluate on are drawn."""
+def held_out_sampling(held_out: HeldOut, recipe: Recipe, *, trained: Sampling) -> Sampling:
+    """Say how completions of a dataset to evaluate on are drawn, from how they are in training."""
     return evaluation_sampling(
-        held_out.task.settings, recipe.generation, stop_ids=stop_ids, regex=recipe.vllm.structured_outputs_regex
+        held_out.task.settings,
+        recipe.generation,
+        stop_ids=trained.stop_ids,
+        banned_ids=trained.banned_ids,
+        regex=recipe.vllm.structured_outputs_regex,
     )

@@ -20,6 +20,7 @@ from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.rollout.sync.buckets import pack
 from grpo_cli.rollout.sync.checksum import Checksum
 from grpo_cli.types import PolicyVersion, Sampling
+from grpo_cli.vision.inputs import placeholder_ids
 
 BUCKET_BYTES = 64 << 20
 
@@ -62,9 +63,14 @@ def load_for_sampling(
         inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
     )
     # With the temperature of training, as the canary samples.
-    sampling = training_sampling(recipe.generation, stop_ids=stop_ids, regex=recipe.vllm.structured_outputs_regex)
-    policy = PolicyModel(model, sampling=sampling)
-    samplings = [held_out_sampling(one, recipe, stop_ids=stop_ids) for one in inputs.held_out]
+    sampling = training_sampling(
+        recipe.generation,
+        stop_ids=stop_ids,
+        banned_ids=placeholder_ids(model.config),
+        regex=recipe.vllm.structured_outputs_regex,
+    )
+    policy = PolicyModel(model, sampling=sampling, vision=inputs.vision)
+    samplings = [held_out_sampling(one, recipe, trained=sampling) for one in inputs.held_out]
     misfit = check_fit(
         model,
         inputs.tokenizer,

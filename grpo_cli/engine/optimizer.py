@@ -1,5 +1,6 @@
 """Optimizer and learning-rate schedule."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,24 +9,38 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from grpo_cli.policy.parts import learning_rates
 from grpo_cli.recipe.schema import TrainSection
 from grpo_cli.sharding import whole_shape
 
 
-def build_optimizer(policy: nn.Module, section: TrainSection, *, device: torch.device) -> AdamW:
-    """Make AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, fused where the device can."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if len(whole_shape(p)) >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if len(whole_shape(p)) < 2], "weight_decay": 0.0},
-    ]
+def build_optimizer(model: nn.Module, section: TrainSection, *, device: torch.device) -> AdamW:
+    """Make AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, fused where the device can.
+
+    Raises:
+        ModelError: If the model lacks a part that has a learning rate of its own.
+    """
+    own_rates = learning_rates(model, section.learning_rates)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rates = dict.fromkeys([section.learning_rate, *own_rates.values()])
+    by_rate = {
+        rate: [one for one in trained if own_rates.get(id(one), section.learning_rate) == rate] for rate in rates
+    }
     return AdamW(
-        [group for group in groups if group["params"]],
+        [group for rate, parameters in by_rate.items() for group in _groups(parameters, rate, section.weight_decay)],
         lr=section.learning_rate,
         betas=(section.adam_beta1, section.adam_beta2),
         eps=section.adam_epsilon,
         fused=device.type in {"cpu", "cuda", "mps"},
     )
+
+
+def _groups(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) -> Iterator[dict[str, Any]]:
+    """Give the groups of parameters with one learning rate: matrices, and the rest."""
+    for matrices in (True, False):
+        members = [one for one in parameters if (len(whole_shape(one)) >= 2) is matrices]
+        if members:
+            yield {"params": members, "lr": rate, "weight_decay": weight_decay if matrices else 0.0}
 
 
 def build_schedule(optimizer: Optimizer, section: TrainSection, *, total_steps: int) -> LambdaLR:

@@ -4,6 +4,7 @@ How segments are laid out for the model is this stage's own business (see `layou
 after another, whatever the layout.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
-from grpo_cli.policy.layout import Layout, completions_row, packed_row, padded_rows
+from grpo_cli.policy.images import SegmentImages, sees_both_ways
+from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
 from grpo_cli.policy.router import expert_shares as shares_of_experts
 from grpo_cli.policy.router import load_balancing_loss
 from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.types import RouterStats, Sampling, Segment, TokenStats
+from grpo_cli.vision.inputs import image_runs
+from grpo_cli.vision.processor import VisionProcessor
 
 
 def has_windows(config: Any, longest: int | None = None) -> bool:
@@ -44,8 +48,9 @@ class PolicyModel(nn.Module):
     It is this module that distributed wrappers wrap, so that their hooks see one forward with everything in it.
 
     Args:
-        model: A transformers causal language model, possibly with adapters.
+        model: A transformers causal or vision-language model, possibly with adapters.
         sampling: The distribution that completions are drawn from in training.
+        vision: Makes tensors of the images of segments; None: there are none.
 
     Attributes:
         shares_prefix: Whether a prompt is fed once for all its completions, in a packed row without padding.
@@ -54,10 +59,11 @@ class PolicyModel(nn.Module):
         splits_prompts: Whether a prompt may be fed once for parts of its group too, as a `SplitPrompt`, where it is fed once.
     """
 
-    def __init__(self, model: Any, *, sampling: Sampling) -> None:
+    def __init__(self, model: Any, *, sampling: Sampling, vision: VisionProcessor | None = None) -> None:
         super().__init__()
         self.model = model
         self.sampling = sampling
+        self.vision = vision
         self.shares_prefix = False
         self.full_logits = False
         self.splits_prompts = True
@@ -120,15 +126,18 @@ class PolicyModel(nn.Module):
         useful = int(layout.multiplicity.count_nonzero())
         in_sequences = int(layout.multiplicity.sum())
         layout = layout.to(self._device)
-        packed = PackedRow(layout.prefixes, self._device) if layout.prefixes else None
+        packed = PackedRow(self._prefixes(layout, segments), self._device) if layout.prefixes else None
         common = self._common(layout, entropy_grad=entropy_grad)
+        images = self._images(segments)
         inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
+        if images is not None:
+            inputs |= images.padded(layout) if packed is None else images.packed(layout)
         if self.full_logits:
             outputs = self.model(**inputs)
             logits = outputs.logits[layout.row, layout.column].float()
             logps, entropies = statistics_of_logits(logits, **common)
         else:
-            outputs = self.model.get_decoder()(**inputs)
+            outputs = self._body(images)(**inputs)
             hidden = outputs.last_hidden_state[layout.row, layout.column]
             logps, entropies = token_statistics(hidden, head=self._head, scaling=self.scaling, **common)
         found = None
@@ -147,17 +156,25 @@ class PolicyModel(nn.Module):
         assert self.shares_prefix
         (segment,) = segments
         assert segment.prompt_ids == prompt.ids
+        images = self._images(segments)
         fed = 0
         if not prompt.is_computed:
-            layout = packed_row((Segment(prompt_ids=prompt.ids, completion_ids=((0,),)),)).to(self._device)
+            alone = (replace(segment, completion_ids=((0,),)),)
+            layout = packed_row(alone).to(self._device)
             fed = layout.ids.numel()
-            prompt.close(self._hidden(layout, PackedRow(layout.prefixes, self._device, records=prompt))[0, -1:])
+            inputs = _inputs(layout, PackedRow(self._prefixes(layout, alone), self._device, records=prompt))
+            if images is not None:
+                inputs |= replace(images, segments=alone).packed(layout)
+            prompt.close(self._body(images)(**inputs).last_hidden_state[0, -1:])
         layout = completions_row(segment)
         fed += layout.ids.numel()
         layout = layout.to(self._device)
         states = prompt.last_hidden
         if layout.ids.numel():
-            hidden = self._hidden(layout, PackedRow(layout.prefixes, self._device, continues=prompt))[0]
+            inputs = _inputs(layout, PackedRow(layout.prefixes, self._device, continues=prompt))
+            if images is not None:
+                inputs |= images.positions(layout, [layout.ids.numel()])
+            hidden = self._body(None)(**inputs).last_hidden_state[0]
             states = torch.cat([hidden, states])  # so that place -1 is the prompt's last state
         logps, entropies = token_statistics(
             states[layout.column],
@@ -190,10 +207,26 @@ class PolicyModel(nn.Module):
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
-    def _hidden(self, layout: Layout, packed: PackedRow | None) -> Tensor:
-        """Last hidden states [N, T, H]."""
-        hidden: Tensor = self.model.get_decoder()(**_inputs(layout, packed)).last_hidden_state
-        return hidden
+    def _body(self, images: SegmentImages | None) -> Any:
+        """Give what computes hidden states: the text model alone where there are no images."""
+        return self.model.get_decoder() if images is None else self.model.model
+
+    def _images(self, segments: tuple[Segment, ...]) -> SegmentImages | None:
+        """Give the images of segments; None: they have none."""
+        if not any(segment.images for segment in segments):
+            return None
+        assert self.vision is not None, "prompts have images only where the model has a processor for them"
+        return SegmentImages(model=self.model, segments=segments, vision=self.vision)
+
+    def _prefixes(self, layout: Layout, segments: tuple[Segment, ...]) -> tuple[SharedPrefix, ...]:
+        """Give the prompts of a packed row, with their images where these see more than what is before."""
+        config = self.model.config
+        if not sees_both_ways(config):
+            return layout.prefixes
+        return tuple(
+            replace(prefix, images=image_runs(config, segment.prompt_ids) if segment.images else ())
+            for prefix, segment in zip(layout.prefixes, segments, strict=True)
+        )
 
     def _common(self, layout: Layout, *, entropy_grad: bool) -> dict[str, Any]:
         """What every way of computing statistics takes."""

@@ -20,11 +20,13 @@ class SharedPrefix:
         start: Where the prompt's keys begin.
         length: P.
         completions: First place and number of the fed tokens of each completion; those that feed none are left out.
+        images: First token and number of those of each image in the prompt, if they see each other both ways.
     """
 
     start: int
     length: int
     completions: tuple[tuple[int, int], ...]
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

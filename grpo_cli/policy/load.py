@@ -27,6 +27,7 @@ from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
 from grpo_cli.policy.adapters import attach_adapters, has_adapters, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
+from grpo_cli.policy.parts import freeze
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.inputs import is_vision_language
 from grpo_cli.vision.processor import VisionProcessor
@@ -56,7 +57,7 @@ def load_model(
         A transformers model, weights in `section.dtype`.
 
     Raises:
-        ModelError: If it is not found, is no causal language model, does not load, or does not fit into the device's memory.
+        ModelError: If it is not found, is no language model, has no part that is to be frozen, does not load, or does not fit into the device's memory.
         CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
     location = prepared_location(section.name_or_path, folder)
@@ -88,6 +89,7 @@ def load_model(
         attach_adapters(model, section.lora, revision=section.revision)
         if adapters is not None and model.device.type != "meta":
             load_adapters(model, adapters)
+    freeze(model, section.freeze)
     disable_dropout(model)
     repair_generation_config(model)
     speed_up_linears(model)

@@ -113,6 +113,16 @@ class PackedRow:
             self._rectangles[prefix] = Rectangle.of(prefix, self._device, keys_before=self.keys_before)
         return self._rectangles[prefix]
 
+    def prompt_mask(self, prefix: SharedPrefix, window: int | None) -> Tensor:
+        """Bool [P, P]: what each token of a prompt sees of it."""
+        if not prefix.images:
+            return self.mask(0, prefix.length, window)
+        # Gemma 3: tokens of one image see each other, and a window bounds what is before.
+        mask = torch.ones(prefix.length, prefix.length, dtype=torch.bool, device=self._device).tril()
+        for start, length in prefix.images:
+            mask[start : start + length, start : start + length] = True
+        return mask if window is None else mask.triu(1 - window)
+
     def mask(self, before: int, width: int, window: int | None) -> Tensor:
         """Bool [width, before + width]: what each of `width` tokens sees of those before and of its own."""
         key = (before, width, window)
@@ -175,7 +185,8 @@ def shared_prefix_attention(
     if packed.continues is not None:
         key, value = packed.continues.before(_layer(module), key, value)
     window = None if sliding_window is None or sliding_window >= packed.longest else sliding_window
-    if _attends_in_blocks(query, value, window, softcap):
+    both_ways = any(prefix.images for prefix in packed.prefixes)
+    if not both_ways and _attends_in_blocks(query, value, window, softcap):
         return two_part_attention(query, key, value, packed.blocks, scaling).transpose(1, 2), None
     return _gathered_attention(packed, query, key, value, scaling, window, softcap), None
 
@@ -218,7 +229,8 @@ def _gathered_attention(
         prompt = slice(prefix.start, prefix.start + prefix.length)
         own_key, own_value = key[:, :, prompt], value[:, :, prompt]
         if not packed.keys_before:
-            mask = None if window is None and softcap is None else packed.mask(0, prefix.length, window)
+            causal = window is None and softcap is None and not prefix.images
+            mask = None if causal else packed.prompt_mask(prefix, window)
             parts.append(_masked_attention(query[:, :, prompt], own_key, own_value, mask, scaling, softcap)[0])
         if not prefix.completions:
             continue

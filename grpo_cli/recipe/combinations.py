@@ -110,6 +110,18 @@ def run_has_an_end(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
+def parts_can_learn(recipe: Recipe) -> Iterable[Finding]:
+    """Parts of the model with a learning rate of their own are trained."""
+    for part, rate in recipe.train.learning_rates.items():
+        key = f"train.learning_rates.{part}"
+        if rate < 0:
+            yield Finding(keys=(key,), message=f"found {rate:g}; allowed: a number, at least 0")
+        if part in recipe.model.freeze:
+            yield Finding(
+                keys=(key, "model.freeze"), message=f"found {rate:g} for a part that model.freeze keeps as it is"
+            )
+
+
 def warmup_is_clear(recipe: Recipe) -> Iterable[Finding]:
     """There is one warm-up, the schedule has it, and it ends before the run does."""
     train = recipe.train
@@ -156,6 +168,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     stops_are_possible,
     datasets_are_consistent,
     run_has_an_end,
+    parts_can_learn,
     warmup_is_clear,
     *EVAL_CHECKS,
     trackers_are_consistent,

@@ -53,6 +53,11 @@ class ModelSection:
         factory=dict,
         help="Options of a vision-language model's processor, such as `{max_pixels: 602112}` for Qwen2.5-VL; fewer pixels are fewer tokens.",
     )
+    freeze: list[str] = option(
+        factory=list,
+        help="Parts that are not trained: `vision_tower`, `projector` and `language_model` of a vision-language model, or names of "
+        "modules, such as `model.embed_tokens`.",
+    )
     lora: LoraSection | None = option(
         None,
         help="Train low-rank adapters instead of all weights: `{}` with the defaults below. The reference of the KL term is then the "

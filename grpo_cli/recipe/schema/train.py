@@ -32,6 +32,11 @@ class TrainSection:
     max_steps: int | None = option(None, minimum=1, help="Optimizer steps; overrides `num_train_epochs`.")
     num_train_epochs: float = option(1.0, above=0, help="Passes over the dataset.")
     learning_rate: float = option(1e-6, minimum=0, help="Peak learning rate of AdamW.")
+    learning_rates: dict[str, float] = option(
+        factory=dict,
+        help="Peak learning rates of parts of the model that have one of their own, named as in `model.freeze`, such as "
+        "`{vision_tower: 2.0e-6, projector: 1.0e-5}`.",
+    )
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt"] = (
         option("linear", help="Learning-rate schedule.")
     )

@@ -1,0 +1,97 @@
+"""How the images of segments reach the model, together with the tokens of a layout.
+
+In a packed row an image is encoded once for all completions of its prompt; in padded rows it comes with each of them, as the model
+itself expects it.
+
+Letters: N rows, T tokens of a row, A kinds of rotary positions (1, or 3 for time, height and width).
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.policy.layout import Layout
+from grpo_cli.types import Segment
+from grpo_cli.vision.inputs import image_features, joined, prompt_positions, token_types
+from grpo_cli.vision.processor import VisionProcessor
+
+_BOTH_WAYS = frozenset({"gemma3"})
+"""Model types in which the tokens of an image see each other, and nothing else does so."""
+
+_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+"""What models call the argument that tells places of images from text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentImages:
+    """The images of the segments that go through the model together.
+
+    Attributes:
+        model: A transformers vision-language model.
+        segments: Some of them with images.
+        vision: Makes tensors of them.
+    """
+
+    model: Any
+    segments: Sequence[Segment]
+    vision: VisionProcessor
+
+    def padded(self, layout: Layout) -> dict[str, Any]:
+        """Give what the model is called with beside padded rows."""
+        per_row = [
+            tensors
+            for tensors, segment in zip(self._tensors, self.segments, strict=True)
+            for _ in segment.completion_ids
+        ]
+        known = inspect.signature(self.model.model.forward).parameters
+        pixels = joined([tensors for tensors in per_row if tensors])
+        types = token_types(self.model.config, layout.ids)
+        device = layout.ids.device
+        return {name: tensor.to(device) for name, tensor in pixels.items()} | {
+            name: types for name in _OF_TOKENS if name in known
+        }
+
+    def packed(self, layout: Layout) -> dict[str, Any]:
+        """Give what the model is called with beside a packed row of prompts and completions."""
+        features = image_features(self.model, joined([tensors for tensors in self._tensors if tensors]))
+        return {"mm_encoder_outputs": features, **self.positions(layout, [_fed(segment) for segment in self.segments])}
+
+    def positions(self, layout: Layout, fed: Sequence[int]) -> dict[str, Tensor]:
+        """Give the rotary positions of a packed row, [1, T] or [A, 1, T].
+
+        Args:
+            layout: The row.
+            fed: How many of its tokens belong to each segment.
+        """
+        places = torch.split(layout.positions[0].cpu(), list(fed))
+        tables = [_table(self.model, *pair) for pair in zip(self.segments, self._tensors, strict=True)]
+        rows = torch.cat([table[:, own] for table, own in zip(tables, places, strict=True)], dim=1)
+        return {"position_ids": (rows if len(rows) == 1 else rows[:, None]).to(layout.ids.device)}
+
+    @cached_property
+    def _tensors(self) -> list[Mapping[str, Tensor]]:
+        """Those of each segment; empty for one without images."""
+        return [self.vision.tensors(segment.images) if segment.images else {} for segment in self.segments]
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Tell whether the tokens of an image attend to those behind them in the same image."""
+    return config.model_type in _BOTH_WAYS
+
+
+def _fed(segment: Segment) -> int:
+    """Count a segment's tokens in a packed row."""
+    return len(segment.prompt_ids) + sum(len(ids) - 1 for ids in segment.completion_ids)
+
+
+def _table(model: Any, segment: Segment, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Give the rotary position of each place in the longest sequence of a segment: int64 [A, places]."""
+    prompt = prompt_positions(model, segment.prompt_ids, tensors)
+    longest = max(len(ids) for ids in segment.completion_ids)
+    behind = torch.arange(longest) + prompt.max() + 1
+    return torch.cat([prompt, behind.expand(len(prompt), -1)], dim=1)
