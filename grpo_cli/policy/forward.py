@@ -212,8 +212,11 @@ class PolicyModel(nn.Module):
         return head
 
     def _body(self, images: SegmentImages | None) -> Any:
-        """Give what computes hidden states: the text model alone where there are no images."""
-        return self.model.get_decoder() if images is None else self.model.model
+        """Give what computes hidden states: the text model alone where there are no images.
+
+        DeepSpeed brings weights together in the order in which modules were called before, so that all processes have to call the same.
+        """
+        return self.model.model if images is not None or self.always_sees else self.model.get_decoder()
 
     def _images(self, segments: tuple[Segment, ...]) -> SegmentImages | None:
         """Give the images of segments; None: they have none."""
