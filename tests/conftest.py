@@ -13,7 +13,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # After the environment: huggingface_hub reads it when it is imported.
 from tiny_models import build_tiny_model
-from tiny_vision_models import build_tiny_vision_model
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +24,7 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Give the folder of a family's tiny random vision-language model with its processor, made when first asked for. Read only."""
+    from tiny_vision_models import build_tiny_vision_model  # most tests need none, and it takes a second to import
 
     @cache
     def folder(family: str) -> Path:

@@ -63,6 +63,9 @@ class VisionProcessor:
         Raises:
             ValueError: If the text has another number of placeholders, or an image cannot be read.
         """
+        places = text.count(self._processor.image_token)  # not every family's processor counts
+        if places != len(images):
+            raise ValueError(f"{len(images)} image(s) for {places} placeholder(s) {self._processor.image_token}")
         found = self._call(text, images)
         self._keep(images, found)
         return tuple(found["input_ids"][0].tolist())
@@ -108,6 +111,13 @@ def decoded(image: bytes) -> Image.Image:
         return ImageOps.exif_transpose(Image.open(io.BytesIO(image))).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def blank_image() -> bytes:
+    """Give a small grey picture, as PNG."""
+    target = io.BytesIO()
+    Image.new("RGB", (56, 56), "grey").save(target, format="PNG")
+    return target.getvalue()
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
