@@ -15,7 +15,8 @@ from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.policy.adapters import MergedWeights, has_adapters
+from grpo_cli.policy.adapter_weights import MergedWeights
+from grpo_cli.policy.adapters import has_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.engine import RolloutEngine

@@ -11,7 +11,7 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, count_engines, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
-from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights
+from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
 from grpo_cli.recipe.addresses import is_loopback, server_addresses

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
+from grpo_cli.policy.adapters import output_head
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
 from grpo_cli.policy.layout import Layout, completions_row, packed_row, padded_rows
 from grpo_cli.policy.router import expert_shares as shares_of_experts
@@ -187,8 +188,7 @@ class PolicyModel(nn.Module):
 
     @property
     def _head(self) -> nn.Module:
-        head: nn.Module = self.model.get_output_embeddings()
-        return head
+        return output_head(self.model)
 
     def _hidden(self, layout: Layout, packed: PackedRow | None) -> Tensor:
         """Last hidden states [N, T, H]."""

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
-from grpo_cli.policy.adapters import attach_adapters, has_adapters, load_adapters
+from grpo_cli.policy.adapter_settings import adapters_folder
+from grpo_cli.policy.adapters import attach_adapters, has_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.recipe.schema import ModelSection
 
@@ -26,7 +27,12 @@ DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdro
 
 
 def load_model(
-    section: ModelSection, *, folder: Path, device: torch.device | str = "cpu", adapters: Path | None = None
+    section: ModelSection,
+    *,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    adapters: Path | None = None,
+    keeps_reference: bool = False,
 ) -> Any:
     """Load the causal language model that a recipe names, with adapters if it asks for them.
 
@@ -38,7 +44,8 @@ def load_model(
         section: The recipe's `model:`.
         folder: The recipe's folder, which relative paths start from.
         device: Where the model goes; on `meta` it has no weights, and nothing of them is read.
-        adapters: Folder of trained adapters; None: they start anew.
+        adapters: Folder of trained adapters; None: those that the recipe goes on from, or new ones.
+        keeps_reference: Whether those that the recipe goes on from are kept beside them (see `keep_as_reference`).
 
     Returns:
         A transformers causal language model, weights in `section.dtype`.
@@ -62,8 +69,8 @@ def load_model(
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
-            hint="name the model that they were trained on, or make a whole model with `grpo export --merge`; a run that trained them "
-            "goes on with --resume",
+            hint="name the model that they were trained on, and them as model.lora.adapter_name_or_path to go on from them; `grpo export "
+            "--merge` makes a whole model of both; a run that trained them goes on with --resume",
         )
     if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
         raise ModelError(
@@ -73,13 +80,30 @@ def load_model(
     if section.attn_implementation == "sdpa" and caps_attention(model.config):
         model.set_attn_implementation("eager")
     if section.lora is not None:
-        attach_adapters(model, section.lora, revision=section.revision)
-        if adapters is not None and model.device.type != "meta":
-            load_adapters(model, adapters)
+        _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
     disable_dropout(model)
     repair_generation_config(model)
     speed_up_linears(model)
     return model.train()
+
+
+def _adapt(model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool) -> None:
+    """Put adapters on a model. See `load_model`."""
+    assert section.lora is not None
+    attach_adapters(model, section.lora, revision=section.revision)
+    begun = section.lora.adapter_name_or_path
+    if begun is not None and (adapters is None or keeps_reference):
+        _load_adapters(model, adapters_folder(begun, folder))
+    if keeps_reference:
+        keep_as_reference(model)
+    if adapters is not None:
+        _load_adapters(model, adapters)
+
+
+def _load_adapters(model: Any, folder: Path) -> None:
+    """Load adapters into a model that has weights."""
+    if model.device.type != "meta":
+        load_adapters(model, folder)
 
 
 def load_shapes(section: ModelSection, *, folder: Path) -> Any:

@@ -20,6 +20,27 @@ class LoraSection:
         "and in a mixture of experts all but routers and feed-forward layers.",
     )
     use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
+    use_dora: bool = option(
+        False,
+        help="Train the length of each row of an adapted matrix apart from its direction (DoRA): slower, and at low ranks often closer to "
+        "training all weights. vLLM is then sent merged weights.",
+    )
+    dropout: float = option(
+        0.0,
+        minimum=0,
+        below=1,
+        help="Share of an adapter's inputs that are left out in training, drawn anew for each generation and the same for all its tokens.",
+    )
+    modules_to_save: list[str] = option(
+        factory=list,
+        help="Ends of the names of modules that are trained whole beside the adapters, such as `[embed_tokens, lm_head]`. vLLM is then sent "
+        "merged weights.",
+    )
+    adapter_name_or_path: str | None = option(
+        None,
+        help="Folder or hub id of adapters to go on from. They say r, alpha, target_modules, use_rslora, use_dora and modules_to_save, and the "
+        "reference of the KL term is the model with them as they are there.",
+    )
 
 
 @dataclass(kw_only=True)
