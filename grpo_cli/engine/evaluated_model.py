@@ -11,6 +11,7 @@ from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
+from grpo_cli.policy.quantization import with_quantization
 from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
@@ -72,7 +73,14 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
         return EvaluatedModel(
             label=_label(given),
             name=given,
-            section=replace(recipe.model, name_or_path=given, revision=None, tokenizer_name_or_path=None, lora=None),
+            section=replace(
+                recipe.model,
+                name_or_path=given,
+                revision=None,
+                tokenizer_name_or_path=None,
+                lora=None,
+                quantization=None,
+            ),
             adapters=None,
         )
     folder = model_folder(path, prefers_best=True).resolve() if path.is_dir() else path.resolve()
@@ -84,6 +92,7 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
         revision=None,
         tokenizer_name_or_path=None if folder.suffix == ".gguf" else tokenizer,
         lora=None,
+        quantization=None,
     )
     adapters = folder / CONFIG_FILE
     if adapters.is_file():
@@ -149,7 +158,8 @@ def _with_adapters(section: ModelSection, folder: Path) -> ModelSection:
             f"--model: {folder} holds adapters, and does not say of which model",
             hint="merge them with `grpo export --merge --base MODEL`, and evaluate that",
         )
-    return replace(section, name_or_path=found.base, revision=found.revision, lora=found.lora)
+    section = replace(section, name_or_path=found.base, revision=found.revision, lora=found.lora)
+    return with_quantization(section, folder)
 
 
 def _label(name: str) -> str:

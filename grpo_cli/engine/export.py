@@ -17,6 +17,8 @@ from grpo_cli.engine.state import RECIPE_FILE, RunState, read_optimizer, write_o
 from grpo_cli.errors import CheckpointError
 from grpo_cli.policy.adapters import has_adapters, save_adapters
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.quantization import write_quantization
+from grpo_cli.recipe.schema import ModelSection
 
 MODEL_FOLDER = "model"
 REFERENCE_FOLDER = "reference"
@@ -153,6 +155,7 @@ def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weig
     model: Any = policy.model
     if has_adapters(model):
         save_adapters(model, folder, weights=weights)
+        write_quantization(ModelSection(**{**stages.recipe["model"], "lora": None}), folder)
     else:
         model.save_pretrained(folder, state_dict=weights)
     stages.tokenizer.save_pretrained(folder)

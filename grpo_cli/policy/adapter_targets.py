@@ -7,6 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.quantization import is_quantized
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of a layer's experts."""
@@ -33,7 +34,11 @@ def target_layers(model: Any, targets: Sequence[str]) -> list[str]:
         ModelError: If there are none, or one is not a linear layer of the model's body.
     """
     head = model.get_output_embeddings()
-    layers = [name for name, layer in model.named_modules() if type(layer) in _LINEAR and layer is not head]
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if (type(layer) in _LINEAR or is_quantized(layer)) and layer is not head
+    ]
     if list(targets) == ["all-linear"]:
         config = model.config.get_text_config()
         is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)
@@ -83,6 +88,11 @@ def whole_modules(model: Any, names: Sequence[str], *, adapted: Sequence[str]) -
                 raise ModelError(
                     f"model.lora.modules_to_save: {whole} has no weights of its own; allowed: modules that have",
                     hint="name the modules inside it",
+                )
+            if is_quantized(modules[whole]):
+                raise ModelError(
+                    f"model.lora.modules_to_save: {whole} is quantized (model.quantization), and cannot be trained whole",
+                    hint="name embeddings, norms or the head, or put adapters on it",
                 )
             if whole in adapted:
                 raise ModelError(

@@ -57,10 +57,11 @@ class MergedWeights:
                 yield f"{layer}.{name}", tensor
                 continue
             change = module.scaling[NAME] * (outer @ inner)
-            merged = tensor + (change.t() if module.fan_in_fan_out else change)
+            is_transposed = getattr(module, "fan_in_fan_out", False)  # quantized layers are not asked
+            merged = tensor + (change.t() if is_transposed else change)
             if magnitude is not None:
                 # Each output has a length: a row, or a column where the weight is kept transposed.
-                lengths = torch.linalg.vector_norm(merged, dim=0 if module.fan_in_fan_out else 1, keepdim=True)
+                lengths = torch.linalg.vector_norm(merged, dim=0 if is_transposed else 1, keepdim=True)
                 merged = magnitude.view_as(lengths) / lengths * merged
             yield f"{layer}.{name}", merged
 

@@ -20,6 +20,7 @@ from grpo_cli.onednn import speed_up_linears
 from grpo_cli.policy.adapter_settings import adapters_folder
 from grpo_cli.policy.adapters import attach_adapters, has_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
+from grpo_cli.policy.quantization import compute_with_rounded_weights, quantization_config
 from grpo_cli.recipe.schema import ModelSection
 
 DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
@@ -56,6 +57,7 @@ def load_model(
     """
     location = prepared_location(section.name_or_path, folder)
     dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
+    quantization = quantization_config(section)
     with explained(section.name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             location.name_or_path,
@@ -63,9 +65,12 @@ def load_model(
             dtype=dtype,
             attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
-            device_map="meta" if torch.device(device).type == "meta" else None,
+            quantization_config=quantization,
+            # What is quantized is put on its device while it is loaded.
+            device_map=device if quantization is not None or torch.device(device).type == "meta" else None,
         )
-        model.to(device)
+        if quantization is None:
+            model.to(device)
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
@@ -83,6 +88,7 @@ def load_model(
         _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
     disable_dropout(model)
     repair_generation_config(model)
+    compute_with_rounded_weights(model)
     speed_up_linears(model)
     return model.train()
 

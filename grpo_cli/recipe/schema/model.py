@@ -61,6 +61,20 @@ class ModelSection:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa", help="Attention kernel, as transformers names it."
     )
+    quantization: Literal["4bit", "8bit"] | None = option(
+        None,
+        help="Keep the frozen weights of linear layers in so many bits, by bitsandbytes: 0.14 or 0.25 of their memory in float32. With "
+        "`lora` only, and with `distributed.strategy` ddp.",
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
+        "nf4", help="With `4bit`: levels at the quantiles of a normal distribution, or those of a 4-bit float."
+    )
+    bnb_4bit_use_double_quant: bool = option(
+        False, help="With `4bit`: round the scales, too. It saves 0.4 bits per weight."
+    )
+    bnb_4bit_compute_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", help="With `4bit`: what products are computed in. `auto`: as other layers."
+    )
     share_prefix: bool = option(
         True,
         help="Compute a prompt once for all its completions, in training and in the local engine. `false` repeats it in padded rows "
