@@ -36,6 +36,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
+    "adapters and more": {
+        "model.lora": "{r: 2, use_dora: true, dropout: 0.2, modules_to_save: [embed_tokens, model.norm]}",
+        "grpo.beta": 0.1,
+        "grpo.steps_per_generation": 2,
+    },
     "evaluated": {
         "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early], success: {reward: early}}, "
         "all: {name: data.jsonl}}",
