@@ -12,6 +12,7 @@ from typing import Any
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.recipe.schema import LoraSection, ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
@@ -74,16 +75,14 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
         return EvaluatedModel(
             label=_label(given),
             name=given,
-            section=replace(recipe.model, name_or_path=given, revision=None, tokenizer_name_or_path=None, lora=None),
+            section=replace(with_weights_in(recipe.model, given), tokenizer_name_or_path=None, lora=None),
             adapters=None,
         )
     folder = model_folder(path, prefers_best=True).resolve() if path.is_dir() else path.resolve()
     own = recipe.model.tokenizer_name_or_path or recipe.model.name_or_path
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else own
     section = replace(
-        recipe.model,
-        name_or_path=str(folder),
-        revision=None,
+        with_weights_in(recipe.model, folder),
         tokenizer_name_or_path=None if folder.suffix == ".gguf" else tokenizer,
         lora=None,
     )

@@ -14,7 +14,10 @@ from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.recipe.schema import Recipe
 
-_FIXED = ("model.name_or_path", "model.revision", "model.tokenizer_name_or_path", "model.dtype", "model.lora")
+_FIXED = (
+    *("model.name_or_path", "model.random_weights_seed", "model.revision", "model.tokenizer_name_or_path"),
+    *("model.dtype", "model.lora"),
+)
 """The weights come from the checkpoint, so another value here could only seem to be obeyed."""
 
 _FREE = (

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,9 @@ def load_model(
         CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
     location = prepared_location(section.name_or_path, folder)
-    dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
     with explained(section.name_or_path):
-        model = _class_for(section, location).from_pretrained(
-            location.name_or_path,
-            revision=section.revision,
-            dtype=dtype,
-            attn_implementation=section.attn_implementation,
-            trust_remote_code=section.trust_remote_code,
-            device_map="meta" if torch.device(device).type == "meta" else None,
-        )
+        make = _from_weights if section.random_weights_seed is None else _from_nothing
+        model = make(section, location, on_meta=torch.device(device).type == "meta")
         model.to(device)
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
@@ -111,8 +104,7 @@ def load_shapes(section: ModelSection, *, folder: Path) -> Any:
     """
     config = _load_config(section, folder)
     with explained(section.name_or_path), torch.device("meta"):
-        kind = AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
-        model = kind.from_config(config, trust_remote_code=section.trust_remote_code)
+        model = _class_for(config).from_config(config, trust_remote_code=section.trust_remote_code)
     return model.to(_weights_dtype(section, config))
 
 
@@ -125,22 +117,50 @@ def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
     return _weights_dtype(section, _load_config(section, folder))
 
 
-def _class_for(section: ModelSection, location: ModelLocation) -> Any:
-    """Give what loads a model: a folder of adapters alone has no configuration."""
-    if (Path(location.name_or_path) / ADAPTER_CONFIG).is_file():
-        return AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(
+def _from_weights(section: ModelSection, location: ModelLocation, *, on_meta: bool) -> Any:
+    """Load a model with its weights."""
+    # A folder of adapters alone has no configuration.
+    is_whole = not (Path(location.name_or_path) / ADAPTER_CONFIG).is_file()
+    kind = _class_for(_config_at(section, location)) if is_whole else AutoModelForCausalLM
+    return kind.from_pretrained(
+        location.name_or_path,
+        revision=section.revision,
+        dtype="auto" if section.dtype == "auto" else getattr(torch, section.dtype),
+        attn_implementation=section.attn_implementation,
+        trust_remote_code=section.trust_remote_code,
+        device_map="meta" if on_meta else None,
+    )
+
+
+def _from_nothing(section: ModelSection, location: ModelLocation, *, on_meta: bool) -> Any:
+    """Make a model of its configuration, with weights as its architecture starts them; the caller's random state is left alone."""
+    assert section.random_weights_seed is not None
+    config = _config_at(section, location)
+    with torch.random.fork_rng(devices=[]), torch.device("meta") if on_meta else nullcontext():
+        torch.default_generator.manual_seed(section.random_weights_seed)
+        return _class_for(config).from_config(
+            config,
+            dtype=_weights_dtype(section, config),
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+        )
+
+
+def _class_for(config: Any) -> Any:
+    """Give what makes a model of a configuration."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+
+
+def _config_at(section: ModelSection, location: ModelLocation) -> Any:
+    return AutoConfig.from_pretrained(
         location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
-    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def _load_config(section: ModelSection, folder: Path) -> Any:
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):
-        return AutoConfig.from_pretrained(
-            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        return _config_at(section, location)
 
 
 def _weights_dtype(section: ModelSection, config: Any) -> torch.dtype:
