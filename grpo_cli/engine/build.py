@@ -96,6 +96,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         regex=recipe.vllm.structured_outputs_regex,
     )
     policy = PolicyModel(model, sampling=sampling, vision=inputs.vision)
+    policy.always_sees = inputs.vision is not None and is_cut
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length
     misfit = check_fit(
         model,
@@ -236,6 +237,7 @@ def _build_reference(
         return BaseModelReference(policy, prepared)
     reference = PolicyModel(model, sampling=policy.sampling, vision=policy.vision)
     reference.full_logits = policy.full_logits
+    reference.always_sees = policy.always_sees
     if policy.shares_prefix:
         reference.share_prefix(longest)
     return ReferenceModel(

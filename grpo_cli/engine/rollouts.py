@@ -96,6 +96,7 @@ def _open(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitSt
             policy, train=recipe.train, processes=inputs.processes, spread=inputs.strategy.spread
         ),
         share_prefix=recipe.model.share_prefix,
+        vision=inputs.vision,
         on_progress=told.progress,
         on_notice=told.say,
     )

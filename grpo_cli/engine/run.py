@@ -27,6 +27,7 @@ from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
 from grpo_cli.telemetry.console import open_console, open_view
@@ -108,9 +109,10 @@ def _load_inputs(
     strategy = choose_strategy(recipe, folder=folder, processes=processes, say=lambda line: _tell(console, line))
     scorer = load_scorer(recipe.rewards, loaded, processes)
     tokenizer = load_tokenizer(recipe.model, folder=folder)
-    prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
+    vision = VisionLoader(recipe.model, folder=folder)
+    prompts = load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=seed)
     scorer.check_columns(prompts.first.row)
-    held_out = load_all_held_out(loaded, tokenizer, load_scorers(loaded, processes, scorer))
+    held_out = load_all_held_out(loaded, tokenizer, vision, load_scorers(loaded, processes, scorer))
     evaluations = [line for one in held_out for line in one.lines]
     for line in (*loaded.notices, *prompts.lines, *evaluations, *scorer.descriptions):
         _tell(console, line)
@@ -123,7 +125,7 @@ def _load_inputs(
         processes=processes,
         strategy=strategy,
         tokenizer=tokenizer,
-        vision=None,
+        vision=vision.loaded,
         prompts=prompts,
         held_out=held_out,
         scorer=scorer,

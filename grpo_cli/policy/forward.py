@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
-from grpo_cli.policy.images import SegmentImages, sees_both_ways
+from grpo_cli.policy.images import SegmentImages, nothing_seen, sees_both_ways
 from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
 from grpo_cli.policy.router import expert_shares as shares_of_experts
 from grpo_cli.policy.router import load_balancing_loss
@@ -56,6 +56,8 @@ class PolicyModel(nn.Module):
         shares_prefix: Whether a prompt is fed once for all its completions, in a packed row without padding.
         full_logits: Whether the model's own logits are taken at every position instead of applying the head to completion
             positions only: slower, for models whose head does more than `LogitScaling` knows.
+        always_sees: Whether an image is encoded in every forward, also where no segment has one: processes that hold parts of the
+            weights go through them together.
         splits_prompts: Whether a prompt may be fed once for parts of its group too, as a `SplitPrompt`, where it is fed once.
     """
 
@@ -67,6 +69,7 @@ class PolicyModel(nn.Module):
         self.shares_prefix = False
         self.full_logits = False
         self.splits_prompts = True
+        self.always_sees = False
         self.scaling = LogitScaling.of(model.config.get_text_config())
 
     def share_prefix(self, longest: int | None = None) -> None:
@@ -132,13 +135,14 @@ class PolicyModel(nn.Module):
         inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
         if images is not None:
             inputs |= images.padded(layout) if packed is None else images.packed(layout)
+        nothing = self._nothing() if images is None and self.always_sees else None
         if self.full_logits:
             outputs = self.model(**inputs)
-            logits = outputs.logits[layout.row, layout.column].float()
+            logits = _added(outputs.logits[layout.row, layout.column].float(), nothing)
             logps, entropies = statistics_of_logits(logits, **common)
         else:
             outputs = self._body(images)(**inputs)
-            hidden = outputs.last_hidden_state[layout.row, layout.column]
+            hidden = _added(outputs.last_hidden_state[layout.row, layout.column], nothing)
             logps, entropies = token_statistics(hidden, head=self._head, scaling=self.scaling, **common)
         found = None
         if routers:
@@ -218,6 +222,11 @@ class PolicyModel(nn.Module):
         assert self.vision is not None, "prompts have images only where the model has a processor for them"
         return SegmentImages(model=self.model, segments=segments, vision=self.vision)
 
+    def _nothing(self) -> Tensor:
+        """Go through the weights that see: a 0 []."""
+        assert self.vision is not None
+        return nothing_seen(self.model, self.vision)
+
     def _prefixes(self, layout: Layout, segments: tuple[Segment, ...]) -> tuple[SharedPrefix, ...]:
         """Give the prompts of a packed row, with their images where these see more than what is before."""
         config = self.model.config
@@ -236,6 +245,10 @@ class PolicyModel(nn.Module):
             "sampling": self.sampling,
             "entropy_grad": entropy_grad,
         }
+
+
+def _added(states: Tensor, nothing: Tensor | None) -> Tensor:
+    return states if nothing is None else states + nothing
 
 
 def _inputs(layout: Layout, packed: PackedRow | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Letters: N rows, T tokens of a row, A kinds of rotary positions (1, or 3 for tim
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_cli.policy.layout import Layout
 from grpo_cli.types import Segment
 from grpo_cli.vision.inputs import image_features, joined, prompt_positions, token_types
-from grpo_cli.vision.processor import VisionProcessor
+from grpo_cli.vision.processor import VisionProcessor, blank_image
 
 _BOTH_WAYS = frozenset({"gemma3"})
 """Model types in which the tokens of an image see each other, and nothing else does so."""
@@ -49,12 +49,12 @@ class SegmentImages:
             for _ in segment.completion_ids
         ]
         known = inspect.signature(self.model.model.forward).parameters
-        pixels = joined([tensors for tensors in per_row if tensors])
+        tensors = joined([tensors for tensors in per_row if tensors])
         types = token_types(self.model.config, layout.ids)
-        device = layout.ids.device
-        return {name: tensor.to(device) for name, tensor in pixels.items()} | {
-            name: types for name in _OF_TOKENS if name in known
-        }
+        # Where its positions depend on the images' sizes, the model is told them.
+        sizes = {name: one.to(layout.ids.device) for name, one in tensors.items() if not name.startswith("pixel")}
+        features = image_features(self.model, tensors)
+        return {"mm_encoder_outputs": features, **sizes} | {name: types for name in _OF_TOKENS if name in known}
 
     def packed(self, layout: Layout) -> dict[str, Any]:
         """Give what the model is called with beside a packed row of prompts and completions."""
@@ -77,6 +77,21 @@ class SegmentImages:
     def _tensors(self) -> list[Mapping[str, Tensor]]:
         """Those of each segment; empty for one without images."""
         return [self.vision.tensors(segment.images) if segment.images else {} for segment in self.segments]
+
+
+def nothing_seen(model: Any, vision: VisionProcessor) -> Tensor:
+    """Encode an image that does not matter, because all processes go through the weights together: a 0 [] that depends on them."""
+    features = image_features(model, vision.tensors((blank_image(),)))["image"]
+    encoded = [features.pooler_output, getattr(features, "deepstack_features", ())]
+    return sum((0.0 * tensor.float().sum() for tensor in _flat(encoded)), torch.zeros((), device=model.device))
+
+
+def _flat(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+        return
+    for one in nested or ():
+        yield from _flat(one)
 
 
 def sees_both_ways(config: Any) -> bool:

@@ -220,6 +220,8 @@ def load_vision(section: ModelSection, *, folder: Path) -> VisionProcessor | Non
         )
     if section.chat_template_path is not None:
         processor.chat_template = _chat_template(section.chat_template_path, folder)
+    elif processor.chat_template is None:
+        processor.chat_template = processor.tokenizer.chat_template
     return VisionProcessor(processor)
 
 

@@ -3,6 +3,7 @@
 Letters: P prompt tokens, A kinds of positions (1, or 3 for time, height and width).
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,30 @@ def token_types(config: Any, ids: Tensor) -> Tensor:
     """Tell text (0) from places of images (1), as models and processors number them: int64, shaped as `ids`."""
     placeholder: int = config.image_token_id
     return (ids == placeholder).long()
+
+
+def sees_images_both_ways(model: Any) -> bool:
+    """Tell whether the tokens of one image attend to all of each other, later ones included, as those of Gemma 3 do.
+
+    Args:
+        model: A transformers vision-language model. One that does is told which tokens are an image's by `token_type_ids`.
+    """
+    return "token_type_ids" in inspect.signature(model.forward).parameters
+
+
+def plain_arguments(model: Any, ids: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give what a vision-language model is called with beside tokens, as its own processor would.
+
+    Args:
+        model: A transformers vision-language model.
+        ids: int64 [N, T].
+        tensors: Of all images of the N rows, as `joined` gives them.
+    """
+    known = inspect.signature(model.forward).parameters
+    types = token_types(model.config, ids)
+    told = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    weight = model.get_input_embeddings().weight
+    return {name: _moved(tensor, weight) for name, tensor in tensors.items()} | told
 
 
 def prompt_positions(model: Any, ids: Sequence[int], tensors: Mapping[str, Tensor]) -> Tensor:

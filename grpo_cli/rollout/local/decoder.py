@@ -1,6 +1,6 @@
 """The model, one token at a time: what every decoder does, and the one that works with the cache the model itself makes.
 
-Letters: P prompts, R rows, T prompt tokens with padding, V vocabulary.
+Letters: P prompts, R rows, T prompt tokens with padding, A kinds of rotary positions, V vocabulary.
 """
 
 import inspect
@@ -10,9 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from grpo_cli.errors import ModelError
+from grpo_cli.rollout.local.prompt_images import PromptImages
+from grpo_cli.vision.inputs import sees_images_both_ways, token_types
 
 
 class Decoder(Protocol):
@@ -93,6 +96,7 @@ class CacheDecoder:
     Args:
         model: A transformers causal language model in evaluation mode.
         prompts: What rows continue; none of them empty.
+        images: Those of the prompts; None: there are none.
 
     Raises:
         ModelError: If the model returns no cache.
@@ -100,16 +104,18 @@ class CacheDecoder:
 
     rows_join = False
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], images: PromptImages | None = None) -> None:
         self._model = model
         self._prompts = prompts
+        self._images = images
         self._device: torch.device = model.get_input_embeddings().weight.device
         self._takes_positions = forward_takes(model, "position_ids")
         self._last_only = {"logits_to_keep": 1} if forward_takes(model, "logits_to_keep") else {}
         self._cache: Any = None
         self._mask: Tensor | None = None
         self._positions = torch.empty(0, 1, dtype=torch.long)
-        self._feed_prompts([[0]])  # one token shows which cache the model makes
+        one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._feed(one, one)  # one token shows which cache the model makes
         # Without positions a model counts padding as tokens, or guesses where a row begins.
         self.mixes_prompts = _is_plain(self._cache) and self._takes_positions
         self.full_enough = 0.875 if self.mixes_prompts else 0.0
@@ -117,9 +123,9 @@ class CacheDecoder:
     def join(self, numbers: Sequence[int]) -> Tensor:
         """Begin with these rows. See `Decoder.join`."""
         if not self.mixes_prompts:
-            return self._feed_prompts([self._prompts[number] for number in numbers])
+            return self._feed_prompts(numbers)
         different = list(dict.fromkeys(numbers))
-        logits = self._feed_prompts([self._prompts[number] for number in different])
+        logits = self._feed_prompts(different)
         rows = [different.index(number) for number in numbers]
         self.keep(rows)
         return logits[torch.tensor(rows, device=self._device)]
@@ -139,27 +145,48 @@ class CacheDecoder:
         if self._mask is not None:
             self._mask = self._mask[rows]
 
-    def _feed_prompts(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run prompts through the model, padded on the left, and return the logits after each: [len(prompts), V]."""
+    def _feed_prompts(self, numbers: Sequence[int]) -> Tensor:
+        """Run prompts through the model, padded on the left, and return the logits after each: [len(numbers), V]."""
+        prompts = [self._prompts[number] for number in numbers]
         width = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0).to(self._device)
+        positions = self._positions_of(numbers, width)
         # Without padding no mask is needed, and attention kernels are faster without one.
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = None
-        self._positions = positions[:, -1:]
-        return self._feed(ids.to(self._device), positions)
+        # Those of completions go on behind the largest, which an image may have in its midst.
+        self._positions = positions.amax(dim=(0, 2))[:, None].to(self._device)
+        positions = positions[0] if len(positions) == 1 else positions
+        return self._feed(ids.to(self._device), positions.to(self._device), **self._image_arguments(numbers, ids))
 
-    def _feed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _positions_of(self, numbers: Sequence[int], width: int) -> Tensor:
+        """Give the rotary positions of prompts that are padded on the left: [A, len(numbers), width]."""
+        images = self._images
+        tables = [
+            torch.arange(len(self._prompts[number]))[None] if images is None else images.positions(number)
+            for number in numbers
+        ]
+        return torch.stack([pad(table, (width - table.shape[1], 0)) for table in tables], dim=1)
+
+    def _image_arguments(self, numbers: Sequence[int], ids: Tensor) -> dict[str, Any]:
+        """Give what the model is called with for the images of prompts."""
+        if self._images is None:
+            return {}
+        arguments = self._images.encoded(numbers)
+        if sees_images_both_ways(self._model):
+            arguments["token_type_ids"] = token_types(self._model.config, ids).to(self._device)
+        return arguments
+
+    def _feed(self, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         """Run tokens through the model on top of the cache and return the logits after the last of each row."""
         inputs = {"input_ids": ids, "attention_mask": self._mask, "past_key_values": self._cache, **self._last_only}
         if self._takes_positions:
             inputs["position_ids"] = positions
-        outputs = self._model(**inputs, use_cache=True)
+        outputs = self._model(**inputs, **arguments, use_cache=True)
         self._cache = getattr(outputs, "past_key_values", None)
         if self._cache is None:
             raise ModelError(

@@ -19,14 +19,16 @@ from grpo_cli.rollout.local.finished_groups import FinishedGroups
 from grpo_cli.rollout.local.group_check import obstacle, window_of
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
 from grpo_cli.rollout.local.packed_linear import packed_linears
+from grpo_cli.rollout.local.prompt_images import PromptImages
 from grpo_cli.rollout.local.rows import Row, RowSampler
 from grpo_cli.rollout.local.stops import StopCheck
 from grpo_cli.rollout.sampling import sample_seed
 from grpo_cli.types import Completion, Group, PolicyVersion, Prompt, Sampling, SyncReport
+from grpo_cli.vision.processor import VisionProcessor
 
 
 class LocalEngine:
-    """Samples from a transformers causal language model. See `RolloutEngine`.
+    """Samples from a transformers causal or vision-language model. See `RolloutEngine`.
 
     Log-probabilities are float32 and those of the model as it runs here: on the same weights in float32 they agree with a forward
     over the whole sequence to about 1e-5; in bfloat16 the two forwards round differently, to about 1e-2.
@@ -45,6 +47,7 @@ class LocalEngine:
         on_notice: Told once, in a line, of each thing that makes sampling slower than it could be: at once of what the model is,
             in a call of a window that is too short for it, or of memory that ran out.
         share_prefix: Whether a prompt may be held once for its group; otherwise the model's own cache is used.
+        vision: Prepares the images of prompts, each of which is encoded once for its group; None: there are none.
 
     Attributes:
         weight_copies: 0: it samples from the trainer's own.
@@ -63,9 +66,11 @@ class LocalEngine:
         on_progress: Callable[[int], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
         share_prefix: bool = True,
+        vision: VisionProcessor | None = None,
     ) -> None:
         assert max_num_seqs >= 1, max_num_seqs
         self._model = model
+        self._vision = vision
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
         self._max_cached_tokens = max_cached_tokens
@@ -77,7 +82,7 @@ class LocalEngine:
         self._window = window_of(model)
         if share_prefix:
             with evaluating(model):
-                reason = obstacle(model)
+                reason = obstacle(model, vision)
             if reason is not None:
                 self._shares_prefix = False
                 self._notice_own_cache(reason)
@@ -129,7 +134,7 @@ class LocalEngine:
         """
         prompts = [prompt.ids for prompt in finished.prompts]
         try:
-            with self._decoding(prompts, sampling, slots) as decoder:
+            with self._decoding(finished.prompts, sampling, slots) as decoder:
                 RowSampler(
                     decoder,
                     sampling,
@@ -147,17 +152,26 @@ class LocalEngine:
         return True
 
     @contextmanager
-    def _decoding(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, slots: int) -> Iterator[Decoder]:
+    def _decoding(self, prompts: Sequence[Prompt], sampling: Sampling, slots: int) -> Iterator[Decoder]:
         """Give the fastest decoder that is right for the model and for sequences of this length."""
-        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
+        images = self._images_of(prompts)
+        ids = [prompt.ids for prompt in prompts]
+        longest = max(len(prompt) for prompt in ids) + sampling.max_tokens
         fits = self._window is None or longest <= self._window
         if self._shares_prefix and fits:
             with attending_by_groups(self._model):
-                yield GroupDecoder(self._model, prompts, slots=slots, max_tokens=sampling.max_tokens)
+                yield GroupDecoder(self._model, ids, slots=slots, max_tokens=sampling.max_tokens, images=images)
             return
         if self._shares_prefix:
             self._notice_own_cache(f"some of its layers see {self._window:,} tokens, not all of a longer sequence")
-        yield CacheDecoder(self._model, prompts)
+        yield CacheDecoder(self._model, ids, images)
+
+    def _images_of(self, prompts: Sequence[Prompt]) -> PromptImages | None:
+        """Give the images of a call's prompts; None if there are none."""
+        if not any(prompt.images for prompt in prompts):
+            return None
+        assert self._vision is not None
+        return PromptImages(model=self._model, prompts=prompts, vision=self._vision)
 
     def _notice_own_cache(self, reason: str) -> None:
         """Say once why the model is sampled with its own cache."""

@@ -96,20 +96,25 @@ class GroupCache:
         self._max_tokens = max_tokens
         self._device = device
         self._layers: dict[int, _Layer] = {}
-        self._prompts: dict[int, slice] = {}
+        self._prompts: dict[int, _FedPrompt] = {}
         self._rows: _Rows | None = None
         self._arrangement: _Arrangement | None = None
 
-    def feed_prompts(self, lengths: Mapping[int, int]) -> None:
+    def feed_prompts(
+        self, lengths: Mapping[int, int], both_ways: Mapping[int, Sequence[tuple[int, int]]] | None = None
+    ) -> None:
         """Announce a packed row of prompts: one after another, without padding.
 
         Args:
             lengths: Tokens of each prompt by the number of its group.
+            both_ways: First token and number of those that see all of each other, such as an image's, in each prompt that has some.
         """
         self._rows, start = None, 0
         self._prompts = {}
         for number, length in lengths.items():
-            self._prompts[number] = slice(start, start + length)
+            runs = both_ways.get(number, ()) if both_ways is not None else ()
+            mask = _mask(length, runs, self._device) if runs else None
+            self._prompts[number] = _FedPrompt(span=slice(start, start + length), mask=mask)
             start += length
 
     def join(self, numbers: Sequence[int]) -> None:
@@ -167,6 +172,27 @@ class GroupCache:
             layer = self._layers.setdefault(index, _Layer())
             return layer.attend_prompts(module, query, key, value, scaling, self._prompts)
         return self._layers[index].attend_rows(query.float() * scaling, key, value, self._rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FedPrompt:
+    """A prompt in a packed row.
+
+    Attributes:
+        span: Its tokens.
+        mask: bool [P, P], what each of its tokens sees; None: itself and those before.
+    """
+
+    span: slice
+    mask: Tensor | None
+
+
+def _mask(length: int, both_ways: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Say what each token of a prompt sees, bool [P, P]: those before, and all of its own run."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    for start, count in both_ways:
+        mask[start : start + count, start : start + count] = True
+    return mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,17 +282,23 @@ class _Layer:
         key: Tensor,
         value: Tensor,
         scaling: float,
-        spans: Mapping[int, slice],
+        prompts: Mapping[int, _FedPrompt],
     ) -> Tensor:
-        """Keep each prompt's keys and values, and attend to them causally: [1, T, K * N, D]."""
+        """Keep each prompt's keys and values, and attend to them: [1, T, K * N, D]."""
         outputs = []
-        for number, span in spans.items():
-            own_key, own_value = key[:, :, span], value[:, :, span]
+        for number, prompt in prompts.items():
+            own_key, own_value = key[:, :, prompt.span], value[:, :, prompt.span]
             # A clone, for a part of a tensor would keep all of it.
             kept = (states[0].clone(memory_format=torch.contiguous_format) for states in (own_key, own_value))
             self.prompts[number] = (next(kept), next(kept))
             output, _ = sdpa_attention_forward(
-                module, query[:, :, span], own_key, own_value, None, scaling=scaling, is_causal=True
+                module,
+                query[:, :, prompt.span],
+                own_key,
+                own_value,
+                prompt.mask,
+                scaling=scaling,
+                is_causal=prompt.mask is None,
             )
             outputs.append(output)
         return torch.cat(outputs, dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_cli.rollout.local.decoder import forward_takes
 from grpo_cli.rollout.local.group_cache import NAME, GroupCache
+from grpo_cli.rollout.local.prompt_images import PromptImages
 
 
 class GroupDecoder:
@@ -23,6 +24,7 @@ class GroupDecoder:
         prompts: What rows continue; none of them empty.
         slots: Most rows at once.
         max_tokens: Most tokens a row samples.
+        images: Those of the prompts; None: there are none.
 
     Attributes:
         cache: Keys and values.
@@ -32,9 +34,19 @@ class GroupDecoder:
     mixes_prompts = True
     full_enough = 1.0
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], *, slots: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        slots: int,
+        max_tokens: int,
+        images: PromptImages | None = None,
+    ) -> None:
         self._model = model
         self._prompts = prompts
+        self._images = images
+        self._starts: dict[int, int] = {}
         self._device: torch.device = model.get_input_embeddings().weight.device
         self._selects = forward_takes(model, "logits_to_keep")
         self._first_logits: dict[int, Tensor] = {}
@@ -54,7 +66,7 @@ class GroupDecoder:
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to each row. See `Decoder.step`."""
         places = [
-            [len(self._prompts[number]) + length]
+            [self._starts[number] + length]
             for number, length in zip(self.cache.numbers, self.cache.lengths, strict=True)
         ]
         self.cache.feed_rows()
@@ -75,14 +87,29 @@ class GroupDecoder:
         """Run prompts through the model in one row without padding."""
         prompts = [self._prompts[number] for number in numbers]
         lengths = [len(prompt) for prompt in prompts]
-        self.cache.feed_prompts(dict(zip(numbers, lengths, strict=True)))
+        images = self._images
+        both_ways = {} if images is None else {number: images.both_ways(number) for number in numbers}
+        self.cache.feed_prompts(dict(zip(numbers, lengths, strict=True)), both_ways)
         ids = torch.tensor([token for prompt in prompts for token in prompt])
         ends = torch.tensor(lengths).cumsum(dim=0).to(self._device) - 1
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        logits = self._feed(ids[None], positions[None], **({"logits_to_keep": ends} if self._selects else {}))[0]
+        arguments = {} if images is None else images.encoded(numbers)
+        if self._selects:
+            arguments["logits_to_keep"] = ends
+        logits = self._feed(ids[None], self._positions(numbers), **arguments)[0]
         if len(logits) > len(ends):
             logits = logits[ends]
         self._first_logits.update(zip(numbers, logits.unbind(), strict=True))
+
+    def _positions(self, numbers: Sequence[int]) -> Tensor:
+        """Give the rotary positions of prompts in one row, [1, T] or [A, 1, T], and note where those of completions start."""
+        images = self._images
+        parts = [
+            torch.arange(len(self._prompts[number]))[None] if images is None else images.positions(number)
+            for number in numbers
+        ]
+        self._starts.update((number, int(part.max()) + 1) for number, part in zip(numbers, parts, strict=True))
+        row = torch.cat(parts, dim=1)
+        return row if len(row) == 1 else row[:, None]
 
     def _feed(self, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         """Run tokens through the model and return its logits: [*ids.shape, V], or those that were asked for."""
@@ -98,15 +125,18 @@ class GroupDecoder:
 
 @contextmanager
 def attending_by_groups(model: Any) -> Iterator[None]:
-    """Let a model attend through the group cache, and put its own attention back afterwards.
+    """Let a model attend through the group cache, and put its own attention back afterwards. What encodes images keeps its own.
 
     Raises:
         ValueError: If its attention cannot be exchanged.
     """
     before = _implementations(model.config)
+    text = model.config.get_text_config()
+    wanted = {name: NAME for name in model.config.sub_configs if getattr(model.config, name, None) is text}
+    wanted = wanted or dict.fromkeys(before, NAME)
     try:
-        model.set_attn_implementation(NAME)
-        if set(_implementations(model.config).values()) != {NAME}:
+        model.set_attn_implementation(wanted)
+        if not wanted.items() <= _implementations(model.config).items():
             raise ValueError("its attention cannot be exchanged")
         yield
     finally:
