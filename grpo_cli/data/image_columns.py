@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from datasets import Dataset, Image, IterableDataset, LargeList, List
 
 from grpo_cli.data.columns import PROMPT, column_names
-from grpo_cli.data.images import IMAGE, IMAGES
+from grpo_cli.types import IMAGE, IMAGES
 
 _ROWS_SEEN = 64
 """First rows whose messages are looked at."""

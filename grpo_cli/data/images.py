@@ -10,12 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from grpo_cli.errors import DataError
-
-IMAGE = "image"
-"""The column of one image for each row."""
-
-IMAGES = "images"
-"""The column of a list of images for each row."""
+from grpo_cli.types import IMAGE, IMAGES
 
 _MODES_OF_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"})
 _ALLOWED = "a PIL image, bytes, {bytes, path}, a path, or an array"

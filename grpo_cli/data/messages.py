@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_cli.errors import DataError
-from grpo_cli.types import Message
+from grpo_cli.types import IMAGE, Message
 
 _OPENING_ROLES = frozenset({"system", "developer"})
-_IMAGE = "image"
 
 
 def read_messages(column: Sequence[Any], *, where: str) -> list[Message]:
@@ -46,23 +45,23 @@ def place_images(messages: list[Message], images: Sequence[Any], *, where: str) 
     Raises:
         DataError: If there are more places than images or fewer, or no user's turn.
     """
-    parts = [part for message in messages for part in _parts(message["content"]) if part["type"] == _IMAGE]
+    parts = [part for message in messages for part in _parts(message["content"]) if part["type"] == IMAGE]
     if not parts:
         return (_put_in_front(messages, len(images), where=where) if images else messages), list(images)
-    places = sum(_IMAGE not in part for part in parts)
+    places = sum(IMAGE not in part for part in parts)
     if places != len(images):
         raise DataError(
             f"{where}: the messages have {places} places for images of the row, which has {len(images)}",
             hint="write one {type: image} for each image, in their order, or none: then all come before the first user's text",
         )
     rest = iter(images)
-    found = [part[_IMAGE] if _IMAGE in part else next(rest) for part in parts]
+    found = [part[IMAGE] if IMAGE in part else next(rest) for part in parts]
     return [_without_images(message) for message in messages], found
 
 
 def has_image(message: Message) -> bool:
     """Tell whether a turn has an image, or a place for one."""
-    return any(part["type"] == _IMAGE for part in _parts(message["content"]))
+    return any(part["type"] == IMAGE for part in _parts(message["content"]))
 
 
 def in_parts(message: Message) -> dict[str, Any]:
@@ -132,9 +131,9 @@ def _read_part(part: Any, *, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {key: value for key, value in part.items() if value is not None}
-    if kind in {_IMAGE, "image_url"}:
+    if kind in {IMAGE, "image_url"}:
         given = _image_of(part)
-        return {"type": _IMAGE} if given is None else {"type": _IMAGE, _IMAGE: given}
+        return {"type": IMAGE} if given is None else {"type": IMAGE, IMAGE: given}
     found = kind if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
         f"{where}: content has a part of type {found}; allowed: {{type: text, text: ...}} and {{type: image}}"
@@ -143,7 +142,7 @@ def _read_part(part: Any, *, where: str) -> dict[str, Any]:
 
 def _image_of(part: Mapping[str, Any]) -> Any:
     """Give the image that stands in a part; None: only its place is there."""
-    given = next((part[key] for key in (_IMAGE, "path", "url", "image_url") if part.get(key) is not None), None)
+    given = next((part[key] for key in (IMAGE, "path", "url", "image_url") if part.get(key) is not None), None)
     if given is None and part.get("base64") is not None:
         return f"data:;base64,{part['base64']}"
     return given
@@ -155,7 +154,7 @@ def _put_in_front(messages: list[Message], count: int, *, where: str) -> list[Me
     if first is None:
         raise DataError(f"{where}: there is no place for {count} images: no message has the role user")
     turn = in_parts(messages[first])
-    turn["content"] = [*({"type": _IMAGE} for _ in range(count)), *(turn["content"] or ())]
+    turn["content"] = [*({"type": IMAGE} for _ in range(count)), *(turn["content"] or ())]
     return [*messages[:first], turn, *messages[first + 1 :]]
 
 
@@ -164,7 +163,7 @@ def _without_images(message: Message) -> Message:
     content = message["content"]
     if content is None or isinstance(content, str):
         return message
-    return {**message, "content": [{"type": _IMAGE} if part["type"] == _IMAGE else part for part in content]}
+    return {**message, "content": [{"type": IMAGE} if part["type"] == IMAGE else part for part in content]}
 
 
 def _parts(content: Any) -> Sequence[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.data.columns import PROMPT, missing_prompt
 from grpo_cli.data.fingerprint import digest
-from grpo_cli.data.images import IMAGE, IMAGES, column_images, encoded
+from grpo_cli.data.images import column_images, encoded
 from grpo_cli.data.messages import (
     has_image,
     in_parts,
@@ -24,7 +24,7 @@ from grpo_cli.data.messages import (
 )
 from grpo_cli.errors import DataError
 from grpo_cli.recipe.schema import DatasetSection
-from grpo_cli.types import Message, Prompt, PromptId
+from grpo_cli.types import IMAGE, IMAGES, Message, Prompt, PromptId
 from grpo_cli.vision.processor import VisionProcessor
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
@@ -265,7 +265,10 @@ class PromptBuilder:
                 hint="is a token that stands for an image in the prompt's text, or does the chat template leave images out?",
             ) from error
         row = dict(rendered.row)
-        row |= {IMAGE: images[0]} if row.get(IMAGE) is not None else {IMAGES: list(images)}
+        if row.get(IMAGE) is not None:
+            row[IMAGE] = images[0]
+        else:
+            row[IMAGES] = list(images)
         return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row, images=images)
 
     def _plain(self, rendered: Rendered, ids: tuple[int, ...]) -> Prompt | Rejected:
@@ -273,7 +276,10 @@ class PromptBuilder:
             return Rejected(reason=NO_TOKENS)
         if self._vision is not None and self._vision.count_image_tokens(ids):
             return Rejected(reason=NO_IMAGE)
-        return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=dict(rendered.row))
+        row = dict(rendered.row)
+        if self._vision is not None and IMAGE not in row:
+            row[IMAGES] = []
+        return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row)
 
     def _tokenize(self, rendered: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Tokenize texts, those that get special tokens and those that do not each in one call."""

@@ -31,7 +31,7 @@ from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import possible_checkpointing, set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.policy.load import load_model
+from grpo_cli.policy.load import load_model, processor_files
 from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.reference import BaseModelReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
@@ -180,6 +180,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         processes=processes,
         strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
+        processor_files=processor_files(recipe.model, folder=inputs.folder),
         prompts=inputs.prompts.source,
         weight_sync=weight_sync,
         sampling=loaded.sampling,

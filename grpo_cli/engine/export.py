@@ -142,10 +142,10 @@ def whole_weights(stages: Stages, policy: PolicyModel) -> Weights | None:
 
 
 def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weights: Weights | None) -> None:
-    """Save model and tokenizer as a folder that `from_pretrained` reads.
+    """Save model, tokenizer and processor as a folder that `from_pretrained` reads.
 
     Args:
-        stages: For the tokenizer.
+        stages: For the tokenizer and the processor.
         policy: The model.
         folder: Where to.
         weights: From `whole_weights`.
@@ -153,6 +153,8 @@ def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weig
     model: Any = policy.model
     model.save_pretrained(folder, state_dict=weights)
     stages.tokenizer.save_pretrained(folder)
+    for name, content in stages.processor_files.items():
+        (folder / name).write_bytes(content)
     for path in folder.iterdir():  # safetensors writes for the owner's eyes only; a model is shared as any file is
         path.chmod(path.stat().st_mode | (0o666 & ~_umask()))
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
-from grpo_cli.policy.images import SegmentImages, nothing_seen, sees_both_ways
+from grpo_cli.policy.images import SegmentImages, nothing_seen
 from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
 from grpo_cli.policy.router import expert_shares as shares_of_experts
 from grpo_cli.policy.router import load_balancing_loss
 from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.types import RouterStats, Sampling, Segment, TokenStats
-from grpo_cli.vision.inputs import image_runs
+from grpo_cli.vision.inputs import image_runs, sees_images_both_ways
 from grpo_cli.vision.processor import VisionProcessor
 
 
@@ -212,8 +212,11 @@ class PolicyModel(nn.Module):
         return head
 
     def _body(self, images: SegmentImages | None) -> Any:
-        """Give what computes hidden states: the text model alone where there are no images."""
-        return self.model.get_decoder() if images is None else self.model.model
+        """Give what computes hidden states: the text model alone where there are no images.
+
+        DeepSpeed brings weights together in the order in which modules were called before, so that all processes have to call the same.
+        """
+        return self.model.model if images is not None or self.always_sees else self.model.get_decoder()
 
     def _images(self, segments: tuple[Segment, ...]) -> SegmentImages | None:
         """Give the images of segments; None: they have none."""
@@ -229,9 +232,9 @@ class PolicyModel(nn.Module):
 
     def _prefixes(self, layout: Layout, segments: tuple[Segment, ...]) -> tuple[SharedPrefix, ...]:
         """Give the prompts of a packed row, with their images where these see more than what is before."""
-        config = self.model.config
-        if not sees_both_ways(config):
+        if not any(segment.images for segment in segments) or not sees_images_both_ways(self.model):
             return layout.prefixes
+        config = self.model.config
         return tuple(
             replace(prefix, images=image_runs(config, segment.prompt_ids) if segment.images else ())
             for prefix, segment in zip(layout.prefixes, segments, strict=True)

@@ -6,7 +6,6 @@ itself expects it.
 Letters: N rows, T tokens of a row, A kinds of rotary positions (1, or 3 for time, height and width).
 """
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +16,8 @@ from torch import Tensor
 
 from grpo_cli.policy.layout import Layout
 from grpo_cli.types import Segment
-from grpo_cli.vision.inputs import image_features, joined, prompt_positions, token_types
+from grpo_cli.vision.inputs import image_features, joined, plain_arguments, prompt_positions
 from grpo_cli.vision.processor import VisionProcessor, blank_image
-
-_BOTH_WAYS = frozenset({"gemma3"})
-"""Model types in which the tokens of an image see each other, and nothing else does so."""
-
-_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
-"""What models call the argument that tells places of images from text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +41,13 @@ class SegmentImages:
             for tensors, segment in zip(self._tensors, self.segments, strict=True)
             for _ in segment.completion_ids
         ]
-        known = inspect.signature(self.model.model.forward).parameters
         tensors = joined([tensors for tensors in per_row if tensors])
-        types = token_types(self.model.config, layout.ids)
-        # Where its positions depend on the images' sizes, the model is told them.
-        sizes = {name: one.to(layout.ids.device) for name, one in tensors.items() if not name.startswith("pixel")}
         features = image_features(self.model, tensors)
-        return {"mm_encoder_outputs": features, **sizes} | {name: types for name in _OF_TOKENS if name in known}
+        # Where its positions depend on the images' sizes, the model is told them.
+        told = plain_arguments(self.model, layout.ids, tensors)
+        return {name: one for name, one in told.items() if not name.startswith("pixel")} | {
+            "mm_encoder_outputs": features
+        }
 
     def packed(self, layout: Layout) -> dict[str, Any]:
         """Give what the model is called with beside a packed row of prompts and completions."""
@@ -92,11 +85,6 @@ def _flat(nested: Any) -> Iterator[Tensor]:
         return
     for one in nested or ():
         yield from _flat(one)
-
-
-def sees_both_ways(config: Any) -> bool:
-    """Tell whether the tokens of an image attend to those behind them in the same image."""
-    return config.model_type in _BOTH_WAYS
 
 
 def _fed(segment: Segment) -> int:

@@ -22,6 +22,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.utils import cached_file
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
@@ -33,6 +34,8 @@ from grpo_cli.vision.inputs import is_vision_language
 from grpo_cli.vision.processor import VisionProcessor
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
 """Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
@@ -223,6 +226,23 @@ def load_vision(section: ModelSection, *, folder: Path) -> VisionProcessor | Non
     elif processor.chat_template is None:
         processor.chat_template = processor.tokenizer.chat_template
     return VisionProcessor(processor)
+
+
+def processor_files(section: ModelSection, *, folder: Path) -> dict[str, bytes]:
+    """Read the files of a vision-language model's processor, which a model that was trained needs as well; none for others.
+
+    They are taken as they are: the packages that a processor needs may be missing where nothing but text is trained on.
+    """
+    if not is_vision_language(_load_config(section, folder)):
+        return {}
+    location = prepared_location(section.name_or_path, folder)
+    found = {
+        name: cached_file(
+            location.name_or_path, name, revision=section.revision, _raise_exceptions_for_missing_entries=False
+        )
+        for name in _PROCESSOR_FILES
+    }
+    return {name: Path(path).read_bytes() for name, path in found.items() if path is not None}
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -96,7 +96,8 @@ def test_tokens_are_those_of_the_processor(
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_row_without_images_has_the_tokens_of_a_text_model(make: MakeBuilder, family: str) -> None:
     for prompt in ([{"role": "user", "content": "Why?"}], "Why?"):
-        for empty in ({"images": []}, {"images": None}, {"image": None}, {}):
+        without: list[dict[str, Any]] = [{"images": []}, {"images": None}, {"image": None}, {}]
+        for empty in without:
             among_images = build(make(family, system_prompt="Be brief.", conversational=True), prompt, **empty)
             alone = build(make(family, reads_images=False, system_prompt="Be brief.", conversational=True), prompt)
             assert (among_images.ids, among_images.text) == (alone.ids, alone.text)
@@ -140,6 +141,8 @@ def test_reward_functions_are_given_images_under_the_name_that_the_dataset_has_f
     within = build(make(), [user({"type": "image", "image": RED}, text("Why?"))])
     assert within.row["images"] == [RED]
     assert "image" not in within.row
+    assert build(make(), [user(text("Why?"))]).row["images"] == []
+    assert build(make(), [user(text("Why?"))], image=None).row["image"] is None
 
 
 def test_a_last_assistant_turn_is_continued(make: MakeBuilder, vision_folder: Callable[[str], Path]) -> None:
