@@ -33,6 +33,7 @@ from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.load_vision import processor_files
+from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import Recipe
@@ -132,7 +133,7 @@ def _policy_model(inputs: Inputs) -> Any:
     if inputs.checkpoint is not None:
         trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
         if section.lora is None:
-            section = dataclasses.replace(section, name_or_path=str(trained), revision=None)
+            section = with_weights_in(section, trained)
         else:
             adapters = trained
     with inputs.strategy.building():
@@ -234,7 +235,7 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
                 f"{checkpoint} has no reference model: it was written without grpo.sync_ref_model, or by an older version",
                 hint="resume with the recipe and the version that the run was started with",
             )
-        section = dataclasses.replace(section, name_or_path=str(moved.resolve()), revision=None)
+        section = with_weights_in(section, moved.resolve())
     with inputs.strategy.building():
         return load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on)
 

@@ -11,6 +11,7 @@ from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
+from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.quantization import with_quantization
 from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
@@ -74,12 +75,7 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
             label=_label(given),
             name=given,
             section=replace(
-                recipe.model,
-                name_or_path=given,
-                revision=None,
-                tokenizer_name_or_path=None,
-                lora=None,
-                quantization=None,
+                with_weights_in(recipe.model, given), tokenizer_name_or_path=None, lora=None, quantization=None
             ),
             adapters=None,
         )
@@ -87,9 +83,7 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
     own = recipe.model.tokenizer_name_or_path or recipe.model.name_or_path
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else own
     section = replace(
-        recipe.model,
-        name_or_path=str(folder),
-        revision=None,
+        with_weights_in(recipe.model, folder),
         tokenizer_name_or_path=None if folder.suffix == ".gguf" else tokenizer,
         lora=None,
         quantization=None,

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +82,9 @@ def load_model(
 def _read(section: ModelSection, folder: Path, device: torch.device | str) -> Any:
     """Read a model's weights, and refuse what cannot be trained. See `load_model`."""
     location = prepared_location(section.name_or_path, folder)
-    dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
-    quantization = quantization_config(section)
     with explained(section.name_or_path):
-        kind = model_class(location, revision=section.revision, trust_remote_code=section.trust_remote_code)
-        model = kind.from_pretrained(
-            location.name_or_path,
-            revision=section.revision,
-            dtype=dtype,
-            attn_implementation=section.attn_implementation,
-            trust_remote_code=section.trust_remote_code,
-            quantization_config=quantization,
-            # What is quantized is put on its device while it is loaded.
-            device_map=device if quantization is not None or torch.device(device).type == "meta" else None,
-        )
-        if quantization is None:
-            model.to(device)
+        make = _from_weights if section.random_weights_seed is None else _from_nothing
+        model = make(section, location, torch.device(device))
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
@@ -159,6 +146,38 @@ def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
     return _weights_dtype(section, load_config(section, folder))
 
 
+def _from_weights(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:
+    """Load a model with its weights."""
+    quantization = quantization_config(section)
+    kind = model_class(location, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    model = kind.from_pretrained(
+        location.name_or_path,
+        revision=section.revision,
+        dtype="auto" if section.dtype == "auto" else getattr(torch, section.dtype),
+        attn_implementation=section.attn_implementation,
+        trust_remote_code=section.trust_remote_code,
+        quantization_config=quantization,
+        # What is quantized is put on its device while it is loaded.
+        device_map=device if quantization is not None or device.type == "meta" else None,
+    )
+    return model if quantization is not None else model.to(device)
+
+
+def _from_nothing(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:
+    """Make a model of its configuration, with weights as its architecture starts them; the caller's random state is left alone."""
+    assert section.random_weights_seed is not None
+    config = _config_at(section, location)
+    with torch.random.fork_rng(devices=[]), torch.device("meta") if device.type == "meta" else nullcontext():
+        torch.default_generator.manual_seed(section.random_weights_seed)
+        model = _class_of(config).from_config(
+            config,
+            dtype=_weights_dtype(section, config),
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+        )
+    return model.to(device)
+
+
 def model_class(location: ModelLocation, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Give what loads a model: a causal or a vision-language one."""
     if (Path(location.name_or_path) / ADAPTER_CONFIG).is_file():  # adapters alone have no configuration
@@ -172,6 +191,12 @@ def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
+def _config_at(section: ModelSection, location: ModelLocation) -> Any:
+    return AutoConfig.from_pretrained(
+        location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
+    )
+
+
 def load_config(section: ModelSection, folder: Path) -> Any:
     """Load the configuration of a recipe's model.
 
@@ -180,9 +205,7 @@ def load_config(section: ModelSection, folder: Path) -> Any:
     """
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):
-        return AutoConfig.from_pretrained(
-            location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        return _config_at(section, location)
 
 
 def _weights_dtype(section: ModelSection, config: Any) -> torch.dtype:

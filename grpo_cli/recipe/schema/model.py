@@ -51,6 +51,12 @@ class ModelSection:
         non_empty=True,
         help="Hub id, local folder, GGUF file, or `package://module/file` for a resource inside an installed package.",
     )
+    random_weights_seed: int | None = option(
+        None,
+        minimum=0,
+        help="Start from random weights, drawn with this seed: of `name_or_path` only the configuration and the tokenizer are read. "
+        "For small models that learn from nothing, such as that of `vlm_tiny.yaml`.",
+    )
     revision: str | None = option(None, help="Branch, tag or commit of a hub model.")
     tokenizer_name_or_path: str | None = option(None, help="Tokenizer, if it is not the model's own.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
