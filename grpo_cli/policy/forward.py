@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
+from grpo_cli.policy.adapters import output_head
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
 from grpo_cli.policy.images import SegmentImages, nothing_seen
 from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
@@ -208,12 +209,14 @@ class PolicyModel(nn.Module):
 
     @property
     def _head(self) -> nn.Module:
-        head: nn.Module = self.model.get_output_embeddings()
-        return head
+        return output_head(self.model)
 
     def _body(self, images: SegmentImages | None) -> Any:
-        """Give what computes hidden states: the text model alone where there are no images."""
-        return self.model.get_decoder() if images is None else self.model.model
+        """Give what computes hidden states: the text model alone where there are no images.
+
+        DeepSpeed brings weights together in the order in which modules were called before, so that all processes have to call the same.
+        """
+        return self.model.model if images is not None or self.always_sees else self.model.get_decoder()
 
     def _images(self, segments: tuple[Segment, ...]) -> SegmentImages | None:
         """Give the images of segments; None: they have none."""
