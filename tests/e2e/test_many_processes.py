@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "images": {
         "dataset.name": "images.jsonl",
         "dataset.conversational": True,
+        "rewards.reward_funcs": "[my_rewards.noisy, rewards.length.num_characters]",
         "grpo.beta": 0.1,
         "grpo.steps_per_generation": 2,
         "model.freeze": "[lm_head]",
