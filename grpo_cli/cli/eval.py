@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+from grpo_cli.cli.imports import uncollected_imports
 
 ModelOption = Annotated[
     list[str] | None,
@@ -74,8 +75,9 @@ def evaluate(
             f"`grpo eval` runs in one process; {os.environ['WORLD_SIZE']} were launched (WORLD_SIZE)",
             hint="start it without a launcher; with vllm.mode: server, vLLM spreads over GPUs (vllm.tensor_parallel_size)",
         )
-    from grpo_cli.engine.evaluate import evaluate as evaluate_models
-    from grpo_cli.engine.evaluated_model import evaluated_models
+    with uncollected_imports():
+        from grpo_cli.engine.evaluate import evaluate as evaluate_models
+        from grpo_cli.engine.evaluated_model import evaluated_models
 
     models = evaluated_models(model or [], loaded.recipe)
     folder = output or Path(loaded.recipe.train.output_dir) / "evaluations"

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+from grpo_cli.cli.imports import uncollected_imports
 
 
 def plan(
@@ -42,15 +43,16 @@ def plan(
       grpo plan recipes/qwen2.5-72b.yaml --gpus 32 --gpu-memory 80
       grpo plan recipes/math.yaml --gpus 8 --gpu-memory 80 train.gradient_checkpointing=true
     """  # noqa: D301  \b keeps the lines apart
-    from datasets import disable_progress_bars
-    from rich.console import Console
-    from transformers.utils import logging
+    with uncollected_imports():
+        from datasets import disable_progress_bars
+        from rich.console import Console
+        from transformers.utils import logging
 
-    from grpo_cli.engine.continued import with_adapter_settings
-    from grpo_cli.planning.machine import planned_machine
-    from grpo_cli.planning.plan import plan_training
-    from grpo_cli.planning.report import print_training_plan
-    from grpo_cli.recipe.load import load_recipe
+        from grpo_cli.engine.continued import with_adapter_settings
+        from grpo_cli.planning.machine import planned_machine
+        from grpo_cli.planning.plan import plan_training
+        from grpo_cli.planning.report import print_training_plan
+        from grpo_cli.recipe.load import load_recipe
 
     disable_progress_bars()
     logging.disable_progress_bar()

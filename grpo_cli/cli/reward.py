@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+from grpo_cli.cli.imports import uncollected_imports
 
 reward = typer.Typer(no_args_is_help=True, help="Try the rewards of a recipe.", rich_markup_mode=None)
 
@@ -48,13 +49,14 @@ def try_rewards(
     """  # noqa: D301  \b keeps the lines apart
     if (source is None) == (not texts):
         raise typer.BadParameter("one of --from and --text says which completions to score")
-    from datasets import disable_progress_bars
-    from rich.console import Console
+    with uncollected_imports():
+        from datasets import disable_progress_bars
+        from rich.console import Console
 
-    from grpo_cli.engine.reward_trial import SavedCompletion, saved_completions, score_completions
-    from grpo_cli.errors import RewardError
-    from grpo_cli.recipe.load import load_recipe
-    from grpo_cli.telemetry.reward_table import print_reward_table
+        from grpo_cli.engine.reward_trial import SavedCompletion, saved_completions, score_completions
+        from grpo_cli.errors import RewardError
+        from grpo_cli.recipe.load import load_recipe
+        from grpo_cli.telemetry.reward_table import print_reward_table
 
     disable_progress_bars()
     loaded = load_recipe(recipe, overrides or [])

@@ -1,6 +1,5 @@
 """`grpo train`: run a recipe."""
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
+from grpo_cli.cli.imports import uncollected_imports
 from grpo_cli.cli.slurm_step import join_slurm_step
 
 
@@ -52,18 +52,14 @@ def train(
 
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc > 1 and launched == 1:
-        from grpo_cli.engine.launch import launch
-
+        with uncollected_imports():
+            from grpo_cli.engine.launch import launch
         raise typer.Exit(launch(nproc, sys.argv[1:]))
     if nproc not in {1, launched}:
         raise typer.BadParameter(f"{launched} processes were launched already", param_hint="--nproc")
 
-    # Nothing that is imported becomes garbage: to look for some meanwhile, and ever after, takes a tenth of the start.
-    gc.disable()
-    from grpo_cli.engine.run import run
-
-    gc.freeze()
-    gc.enable()
+    with uncollected_imports():
+        from grpo_cli.engine.run import run
     run(loaded, resume=resume)
 
 
