@@ -26,6 +26,13 @@ Message = Mapping[str, Any]
 """One chat turn: `{"role": ..., "content": ...}`."""
 
 
+IMAGE = "image"
+"""Dataset column of one image for each row; in a prompt's row its encoded bytes."""
+
+IMAGES = "images"
+"""Dataset column of a list of images for each row; in a prompt's row their encoded bytes."""
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -44,7 +51,7 @@ class Prompt:
         ids: Prompt tokens, chat template applied.
         text: The text those tokens were made of.
         messages: The chat turns of a conversational prompt; None for a plain string.
-        row: All columns of the dataset row after `columns:` mapping, `prompt` included. Read only.
+        row: All columns of the dataset row after `columns:` mapping, `prompt` included; of images the encoded bytes. Read only.
         images: Encoded (PNG, JPEG ...), in the order of their placeholders among the tokens.
     """
 

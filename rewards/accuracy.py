@@ -9,6 +9,8 @@ from rewards.text import Completion, text_of
 
 _REMOVED = re.compile(r"\\[!,;: ]|\\(?:left|right)(?![A-Za-z])|[\s$~]")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}")
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_CHOICE = re.compile(r"\(?([A-Z])(?:[).:]+(?:\s.*)?)?", re.DOTALL)
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -58,6 +60,58 @@ def math(
         truth = answer if worked is None else worked
         rewards.append(None if truth is None else VERIFIER.verdict(_as_text(truth), _final_answer(text_of(completion))))
     return rewards
+
+
+def tagged(
+    completions: Sequence[Completion],
+    ground_truth: Sequence[Any] | None = None,
+    solution: Sequence[Any] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """Compare what stands in the last `<answer>...</answer>`: as text, as the letter of a choice, or as mathematics.
+
+    1 if both are the same after the normalisation of `boxed`, whatever their case; if the true one is the letter of a choice (`B`, `(B)`,
+    `B. 5`) and the answer begins with it in one of these forms; or if math-verify finds them equivalent. Else 0; 0 without such a
+    block; None where the true one is missing.
+
+    Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025, arXiv 2501.12948, section 2.2.2) on the template of its table 1, which
+    `rewards.format.think_answer` asks for.
+
+    Args:
+        completions: Strings, or lists of messages.
+        ground_truth: Answers.
+        solution: Answers, or texts with one in such a block; preferred to `ground_truth` where not None.
+
+    Raises:
+        ValueError: If neither column is there.
+    """
+    if ground_truth is None and solution is None:
+        raise ValueError("needs a dataset column `ground_truth` or `solution`")
+    nothing = [None] * len(completions)
+    rewards: list[float | None] = []
+    for completion, answer, worked in zip(completions, ground_truth or nothing, solution or nothing, strict=True):
+        truth = answer if worked is None else worked
+        rewards.append(None if truth is None else _tagged_verdict(_as_text(truth), text_of(completion)))
+    return rewards
+
+
+def _tagged_verdict(truth: str, text: str) -> float:
+    expected = (_TAGGED.findall(truth) or [truth])[-1].strip()
+    answer = (_TAGGED.findall(text) or [""])[-1].strip()
+    if not answer:
+        return 0.0
+    if _normalised(answer).casefold() == _normalised(expected).casefold():
+        return 1.0
+    choice = _CHOICE.fullmatch(expected)
+    if choice is not None:
+        chosen = _CHOICE.fullmatch(answer)
+        return float(chosen is not None and chosen[1] == choice[1])
+    return VERIFIER.verdict(_in_box(expected), _in_box(answer)) or 0.0
+
+
+def _in_box(answer: str) -> str:
+    """Say where the answer is: math-verify looks for formulas among words."""
+    return answer if last_boxed(answer) is not None else rf"\boxed{{{answer.replace('$', '')}}}"
 
 
 def _final_answer(text: str) -> str:

@@ -9,9 +9,14 @@ from grpo_cli.errors import DataError
 
 
 def digest(value: Any) -> str:
-    """Hash JSON-like data; anything else in it counts by its type only."""
-    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    """Hash JSON-like data; bytes, arrays and images in it count by their content, anything else by its type only."""
+    text = json.dumps(value, sort_keys=True, default=_content)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _content(value: Any) -> str:
+    content = value.tobytes() if hasattr(value, "tobytes") else value
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else type(value).__name__
 
 
 def check_same_dataset(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_cli.errors import DataError
-from grpo_cli.types import Message
+from grpo_cli.types import IMAGE, Message
 
 _OPENING_ROLES = frozenset({"system", "developer"})
 
@@ -22,14 +22,57 @@ def read_messages(column: Sequence[Any], *, where: str) -> list[Message]:
         New turns with `role`, `content` (None if missing) and every other key that is set.
 
     Raises:
-        DataError: If a turn is not a mapping with a role, or its content is neither text nor a list of text parts.
+        DataError: If a turn is not a mapping with a role, or its content is neither text nor a list of parts: texts, and images as
+            `{type: image}`, with the image itself under `image`, `path`, `url` or `base64` if it is there.
     """
     return [_read_message(message, where=f"{where}: message {index}") for index, message in enumerate(column)]
 
 
+def place_images(messages: list[Message], images: Sequence[Any], *, where: str) -> tuple[list[Message], list[Any]]:
+    """Bring together a prompt's images and their places.
+
+    Images of the row go to the places without one, in their order. If no message has a place for an image, all of them come before the
+    text of the first user's turn.
+
+    Args:
+        messages: From `read_messages`.
+        images: The row's, from its columns.
+        where: Names the row in errors.
+
+    Returns:
+        New turns, with `{type: image}` in each image's place; and all images in the order of their places.
+
+    Raises:
+        DataError: If there are more places than images or fewer, or no user's turn.
+    """
+    parts = [part for message in messages for part in _parts(message["content"]) if part["type"] == IMAGE]
+    if not parts:
+        return (_put_in_front(messages, len(images), where=where) if images else messages), list(images)
+    places = sum(IMAGE not in part for part in parts)
+    if places != len(images):
+        raise DataError(
+            f"{where}: the messages have {places} places for images of the row, which has {len(images)}",
+            hint="write one {type: image} for each image, in their order, or none: then all come before the first user's text",
+        )
+    rest = iter(images)
+    found = [part[IMAGE] if IMAGE in part else next(rest) for part in parts]
+    return [_without_images(message) for message in messages], found
+
+
+def has_image(message: Message) -> bool:
+    """Tell whether a turn has an image, or a place for one."""
+    return any(part["type"] == IMAGE for part in _parts(message["content"]))
+
+
+def in_parts(message: Message) -> dict[str, Any]:
+    """Write a turn as templates of vision-language models read it: text as a list of one part."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
 def is_blank(message: Message) -> bool:
-    """Tell whether a turn says nothing: no text, and nothing else but its role."""
-    return not _text(message["content"]).strip() and message.keys() <= {"role", "content"}
+    """Tell whether a turn says nothing: no text, no image, and nothing else but its role."""
+    return not has_image(message) and not _text(message["content"]).strip() and message.keys() <= {"role", "content"}
 
 
 def lacks_content(message: Message) -> bool:
@@ -79,19 +122,56 @@ def _read_message(message: Any, *, where: str) -> Message:
     if isinstance(content, list | tuple):
         content = [_read_part(part, where=where) for part in content]
     elif not isinstance(content, str | None):
-        raise DataError(f"{where}: content is {type(content).__name__}; allowed: a string or a list of text parts")
+        raise DataError(f"{where}: content is {type(content).__name__}; allowed: a string or a list of parts")
     return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
 def _read_part(part: Any, *, where: str) -> dict[str, Any]:
-    """Take one part of a content list; only text is understood."""
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    """Take one part of a content list: a text, or an image's place with the image under `image` if it stands there."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
         return {key: value for key, value in part.items() if value is not None}
-    found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise DataError(f"{where}: content has a part of type {found}; allowed: {{type: text, text: ...}}")
+    if kind in {IMAGE, "image_url"}:
+        given = _image_of(part)
+        return {"type": IMAGE} if given is None else {"type": IMAGE, IMAGE: given}
+    found = kind if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(
+        f"{where}: content has a part of type {found}; allowed: {{type: text, text: ...}} and {{type: image}}"
+    )
+
+
+def _image_of(part: Mapping[str, Any]) -> Any:
+    """Give the image that stands in a part; None: only its place is there."""
+    given = next((part[key] for key in (IMAGE, "path", "url", "image_url") if part.get(key) is not None), None)
+    if given is None and part.get("base64") is not None:
+        return f"data:;base64,{part['base64']}"
+    return given
+
+
+def _put_in_front(messages: list[Message], count: int, *, where: str) -> list[Message]:
+    """Put places for images before the text of the first user's turn."""
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise DataError(f"{where}: there is no place for {count} images: no message has the role user")
+    turn = in_parts(messages[first])
+    turn["content"] = [*({"type": IMAGE} for _ in range(count)), *(turn["content"] or ())]
+    return [*messages[:first], turn, *messages[first + 1 :]]
+
+
+def _without_images(message: Message) -> Message:
+    """Leave only the places of images."""
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": IMAGE} if part["type"] == IMAGE else part for part in content]}
+
+
+def _parts(content: Any) -> Sequence[Mapping[str, Any]]:
+    """Give the parts of a content list; none of a plain text."""
+    return () if content is None or isinstance(content, str) else content
 
 
 def _text(content: str | Iterable[Mapping[str, Any]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part["text"] for part in content)
+    return "".join(part.get("text", "") for part in content)

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -10,14 +10,18 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from grpo_cli.data.columns import as_rows, check_columns, column_names
-from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
+from grpo_cli.data.prompts import PromptBuilder, Rejected, Rendered, prompt_id
 from grpo_cli.errors import DataError
 from grpo_cli.types import Prompt
 
 STREAM_SAMPLE = 64
 """Rows of a stream that are looked at."""
 
+MEASURED = 256
+"""Rows with images that are prepared before training; that takes many times longer than text does."""
+
 _BATCH_ROWS = 512
+_BATCH_ROWS_WITH_IMAGES = 32
 _ROWS_SHOWN = 5
 
 
@@ -51,6 +55,39 @@ class Rejections:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageCounts:
+    """Images of the usable prompts.
+
+    Attributes:
+        prompts: Those that have some.
+        fewest, most: Images of such a prompt.
+        measured: Those of which the tokens are known.
+        mean_tokens, most_tokens: Tokens that stand for images in one of these.
+    """
+
+    prompts: int
+    fewest: int
+    most: int
+    measured: int
+    mean_tokens: float
+    most_tokens: int
+
+    def line(self, prompts: int) -> str:
+        """Write it for the console.
+
+        Args:
+            prompts: All usable ones.
+        """
+        each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
+        text = f"images: {self.prompts:,} of {_count(prompts, 'prompt')}, {each} each"
+        if self.measured:
+            text += f"; image tokens of a prompt: mean {self.mean_tokens:,.1f}, up to {self.most_tokens:,}"
+        if self.measured < self.prompts:
+            text += f", of {_count(self.measured, 'prompt')} that were prepared; the others are when they are drawn"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
     """What the look at the rows found.
 
@@ -58,7 +95,9 @@ class Preflight:
         rows: Rows looked at.
         kept: Numbers of the rows that give prompts, in order.
         rejected: The others, by reason.
-        lengths: Token lengths of the prompts.
+        lengths: Token lengths of the prompts that were prepared.
+        unmeasured: Rows in `kept` that have images and were not prepared: they may turn out too long.
+        images: Of the prompts; None: there are none.
         truncated: Prompts that the policy `truncate_left` cut.
         first: The first prompt, of epoch 0.
         complete: Whether these are all rows; False for a stream, of which only the first rows are looked at.
@@ -68,6 +107,8 @@ class Preflight:
     kept: Sequence[int]
     rejected: Mapping[str, Rejections]
     lengths: Lengths
+    unmeasured: int
+    images: ImageCounts | None
     truncated: int
     first: Prompt
     complete: bool
@@ -80,6 +121,8 @@ class Preflight:
             f"prompts: {len(self.kept):,} from {of_what}",
             f"prompt tokens: {lengths.minimum:,} to {lengths.maximum:,}, mean {lengths.mean:,.1f}, 95 % up to {lengths.p95:,}",
         ]
+        if self.images is not None:
+            lines.append(self.images.line(len(self.kept)))
         if self.truncated:
             lines.append(f"cut from the left: {_count(self.truncated, 'prompt')} to {lengths.maximum:,} tokens")
         lines.extend(f"left out: {text}" for text in _rejection_texts(self.rejected))
@@ -88,29 +131,38 @@ class Preflight:
 
 @dataclass(kw_only=True, slots=True)
 class _Survey:
-    """Collects row numbers and lengths; of the prompts only the first is kept."""
+    """Collects row numbers and lengths; of the prompts only the first is kept.
+
+    Attributes:
+        builder: Makes the prompts.
+        every: Of rows with images, those whose number can be divided by it are prepared.
+    """
 
     builder: PromptBuilder
+    every: int = 1
     rows: int = 0
     kept: "array[int]" = field(default_factory=lambda: array("q"))
     lengths: list[int] = field(default_factory=list)
     rejected: dict[str, Rejections] = field(default_factory=dict)
     truncated: int = 0
+    image_counts: list[int] = field(default_factory=list)
+    image_tokens: list[int] = field(default_factory=list)
     first: Prompt | None = None
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Look at the next rows."""
         numbers = range(self.rows, self.rows + len(rows))
-        encoded = self.builder.encode(rows, (prompt_id(0, number) for number in numbers))
-        for number, one in zip(numbers, encoded, strict=True):
-            outcome = one if isinstance(one, Rejected) else self.builder.limit(one)
+        rendered = self.builder.render(rows, (prompt_id(0, number) for number in numbers))
+        trusted = [self._is_trusted(one, number) for one, number in zip(rendered, numbers, strict=True)]
+        prepared = iter(self.builder.tokenize([one for one, trust in zip(rendered, trusted, strict=True) if not trust]))
+        for number, one, trust in zip(numbers, rendered, trusted, strict=True):
+            outcome = one if trust else self._measured(next(prepared))
             if isinstance(outcome, Rejected):
                 self._reject(number, outcome.reason)
                 continue
-            self.first = self.first or outcome
             self.kept.append(number)
-            self.lengths.append(len(outcome.ids))
-            self.truncated += outcome is not one
+            if outcome.images:
+                self.image_counts.append(len(outcome.images))
         self.rows += len(rows)
 
     def result(self, *, complete: bool) -> Preflight:
@@ -138,9 +190,38 @@ class _Survey:
                 p95=ordered[math.ceil(0.95 * len(ordered)) - 1],
                 maximum=ordered[-1],
             ),
+            unmeasured=len(self.kept) - len(self.lengths),
+            images=self._images(),
             truncated=self.truncated,
             first=self.first,
             complete=complete,
+        )
+
+    def _is_trusted(self, one: Rendered | Rejected, number: int) -> bool:
+        """Tell whether a row is taken without a look at its images."""
+        return isinstance(one, Rendered) and bool(one.images) and self.first is not None and number % self.every != 0
+
+    def _measured(self, encoded: Prompt | Rejected) -> Prompt | Rejected:
+        """Take the length of a prompt within the limits."""
+        outcome = encoded if isinstance(encoded, Rejected) else self.builder.limit(encoded)
+        if isinstance(outcome, Prompt):
+            self.first = self.first or outcome
+            self.lengths.append(len(outcome.ids))
+            self.truncated += outcome is not encoded
+            if outcome.images:
+                self.image_tokens.append(self.builder.count_image_tokens(outcome))
+        return outcome
+
+    def _images(self) -> ImageCounts | None:
+        if not self.image_counts:
+            return None
+        return ImageCounts(
+            prompts=len(self.image_counts),
+            fewest=min(self.image_counts),
+            most=max(self.image_counts),
+            measured=len(self.image_tokens),
+            mean_tokens=sum(self.image_tokens) / max(1, len(self.image_tokens)),
+            most_tokens=max(self.image_tokens, default=0),
         )
 
     def _reject(self, number: int, reason: str) -> None:
@@ -150,17 +231,23 @@ class _Survey:
         )
 
 
-def preflight(rows: Dataset, builder: PromptBuilder) -> Preflight:
-    """Build every prompt once, to know which rows are usable and how long their prompts are.
+def preflight(rows: Dataset, builder: PromptBuilder, *, measured: int | None = MEASURED) -> Preflight:
+    """Look at every row once, to know which are usable and how long their prompts are.
+
+    Args:
+        rows: The dataset.
+        builder: Makes the prompts.
+        measured: Rows with images that are prepared at most, evenly over the dataset; the others are taken to be usable. None: all.
 
     Raises:
         DataError: If there is no prompt column, a column has a reserved name, a row is unsound (see `PromptBuilder.build`), or
             none gives a prompt.
     """
     check_columns(rows.column_names)
-    survey = _Survey(builder=builder)
-    for batch in _row_batches(rows):
-        survey.add(batch)
+    survey = _Survey(builder=builder, every=1 if measured is None else max(1, math.ceil(len(rows) / measured)))
+    batch_size = _BATCH_ROWS if builder.vision is None else _BATCH_ROWS_WITH_IMAGES
+    for columns in rows.iter(batch_size=batch_size):
+        survey.add(as_rows(columns))
     return survey.result(complete=True)
 
 
@@ -174,11 +261,6 @@ def preflight_stream(rows: IterableDataset, builder: PromptBuilder, *, sample: i
     survey = _Survey(builder=builder)
     survey.add(list(islice(rows, sample)))
     return survey.result(complete=False)
-
-
-def _row_batches(rows: Dataset) -> Iterator[list[dict[str, Any]]]:
-    for columns in rows.iter(batch_size=_BATCH_ROWS):
-        yield as_rows(columns)
 
 
 def _rejection_texts(rejected: Mapping[str, Rejections]) -> list[str]:

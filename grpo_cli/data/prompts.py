@@ -1,4 +1,4 @@
-"""A dataset row becomes a prompt: text or chat template, tokens, length policy.
+"""A dataset row becomes a prompt: text or chat template, images, tokens, length policy.
 
 A row that cannot be used is `Rejected` with a reason that the caller counts. What no row of a sound dataset has, such as a
 prompt of type int, is a `DataError`.
@@ -6,14 +6,26 @@ prompt of type int, is a `DataError`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_cli.data.columns import PROMPT, missing_prompt
 from grpo_cli.data.fingerprint import digest
-from grpo_cli.data.messages import is_blank, lacks_content, read_messages, split_continuation, with_system_prompt
+from grpo_cli.data.images import column_images, encoded
+from grpo_cli.data.messages import (
+    has_image,
+    in_parts,
+    is_blank,
+    lacks_content,
+    place_images,
+    read_messages,
+    split_continuation,
+    with_system_prompt,
+)
 from grpo_cli.errors import DataError
 from grpo_cli.recipe.schema import DatasetSection
-from grpo_cli.types import Message, Prompt, PromptId
+from grpo_cli.types import IMAGE, IMAGES, Message, Prompt, PromptId
+from grpo_cli.vision.processor import VisionProcessor
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column with variables for the chat template; they override those of the recipe."""
@@ -22,6 +34,7 @@ NONE = "prompt is None"
 EMPTY = "prompt is empty"
 NO_CONTENT = "a message has no content"
 NO_TOKENS = "prompt has no tokens"
+NO_IMAGE = "the text has tokens that stand for images"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +49,23 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rendered:
+class Rendered:
     """A prompt before tokenization.
 
     Attributes:
+        row: The columns.
+        uid: Of the draw.
         text: What is tokenized.
         messages: The turns that it was made of; None for a plain string.
+        images: As the dataset has them, not opened, in the order of their places in the text.
         add_special_tokens: Whether the tokenizer adds its own, such as BOS. A chat template writes them itself.
     """
 
+    row: Mapping[str, Any]
+    uid: PromptId
     text: str
     messages: tuple[Message, ...] | None
+    images: tuple[Any, ...]
     add_special_tokens: bool
 
 
@@ -56,104 +75,145 @@ class PromptBuilder:
     Args:
         tokenizer: The policy's, a `PreTrainedTokenizerBase`.
         section: The recipe's `dataset:`, or its `eval.dataset:`.
+        vision: Prepares images; None: the dataset has none.
+        folders: Where relative paths of images are looked for.
     """
 
-    def __init__(self, tokenizer: Any, section: DatasetSection) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        section: DatasetSection,
+        *,
+        vision: VisionProcessor | None = None,
+        folders: Sequence[Path] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._section = section
+        self._vision = vision
+        self._folders = tuple(folders)
+
+    @property
+    def vision(self) -> VisionProcessor | None:
+        """What prepares images; None: the dataset has none."""
+        return self._vision
 
     def build(self, row: Mapping[str, Any], uid: PromptId) -> Prompt | Rejected:
         """Build the prompt of one row.
 
         A string is tokenized as it is, with the tokenizer's special tokens (once, if the text already starts with BOS). A list
         of messages goes through the chat template and ends with its generation prompt; a last assistant turn is continued
-        instead.
+        instead. Where images stand, the tokens are as many as the model has features of them.
 
         Args:
             row: The columns, after `columns:` mapping.
             uid: `epoch:row`.
 
         Raises:
-            DataError: If there is no prompt column, its type is not supported, the chat template is missing or fails, or the
-                prompt is too long under the policy `error`.
+            DataError: If there is no prompt column, its type is not supported, the chat template is missing or fails, an image
+                cannot be read or has no place, or the prompt is too long under the policy `error`.
         """
-        encoded = self.encode([row], [uid])[0]
-        return encoded if isinstance(encoded, Rejected) else self.limit(encoded)
+        one = self.encode([row], [uid])[0]
+        return one if isinstance(one, Rejected) else self.limit(one)
 
     def encode(self, rows: Iterable[Mapping[str, Any]], uids: Iterable[PromptId]) -> list[Prompt | Rejected]:
         """Build prompts of any length, tokenized together because that is faster."""
-        pairs = list(zip(rows, uids, strict=True))
-        rendered = [self._render(row, _where(uid)) for row, uid in pairs]
-        ids = iter(self._tokenize([one for one in rendered if isinstance(one, _Rendered)]))
+        return self.tokenize(self.render(rows, uids))
+
+    def render(self, rows: Iterable[Mapping[str, Any]], uids: Iterable[PromptId]) -> list[Rendered | Rejected]:
+        """Do what comes before tokenization, which does not open images."""
+        return [self._render(row, uid) for row, uid in zip(rows, uids, strict=True)]
+
+    def tokenize(self, rendered: Sequence[Rendered | Rejected]) -> list[Prompt | Rejected]:
+        """Do the rest."""
+        plain = [one for one in rendered if isinstance(one, Rendered) and not one.images]
+        ids = iter(self._tokenize(plain))
         return [
-            one if isinstance(one, Rejected) else _prompt(row, uid, one, next(ids))
-            for (row, uid), one in zip(pairs, rendered, strict=True)
+            one if isinstance(one, Rejected) else self._with_images(one) if one.images else self._plain(one, next(ids))
+            for one in rendered
         ]
 
     def limit(self, prompt: Prompt) -> Prompt | Rejected:
-        """Apply `max_prompt_length`. A prompt cut from the left keeps the BOS token that it starts with."""
-        longest = self._section.max_prompt_length
+        """Apply `max_prompt_length`.
+
+        A prompt cut from the left keeps the BOS token that it starts with. One with images is never cut: it is left out.
+        """
+        longest, policy = self._section.max_prompt_length, self._section.max_prompt_length_policy
         if longest is None or len(prompt.ids) <= longest:
             return prompt
-        if self._section.max_prompt_length_policy == "drop":
-            return Rejected(reason=f"prompt is longer than {longest} tokens")
-        if self._section.max_prompt_length_policy == "error":
+        if policy == "error":
+            of_images = f", {self.count_image_tokens(prompt)} of them for images" if prompt.images else ""
             raise DataError(
-                f"{_where(prompt.uid)}: the prompt has {len(prompt.ids)} tokens; allowed by dataset.max_prompt_length: {longest}",
-                hint="raise it, or set dataset.max_prompt_length_policy to drop or truncate_left",
+                f"{_where(prompt.uid)}: the prompt has {len(prompt.ids)} tokens{of_images}; "
+                f"allowed by dataset.max_prompt_length: {longest}",
+                hint="raise it, or set dataset.max_prompt_length_policy to drop or truncate_left"
+                + ("; model.processor_kwargs can make images smaller" if prompt.images else ""),
             )
+        if prompt.images:
+            return Rejected(reason=f"prompt with images is longer than {longest} tokens")
+        if policy == "drop":
+            return Rejected(reason=f"prompt is longer than {longest} tokens")
         bos = prompt.ids[:1] if prompt.ids[0] == self._tokenizer.bos_token_id and longest > 1 else ()
         ids = bos + prompt.ids[len(prompt.ids) - longest + len(bos) :]
         return replace(prompt, ids=ids, text=self._tokenizer.decode(ids, skip_special_tokens=False))
 
+    def count_image_tokens(self, prompt: Prompt) -> int:
+        """Count the tokens of a prompt that stand for its images."""
+        return 0 if self._vision is None else self._vision.count_image_tokens(prompt.ids)
+
     def fingerprint(self) -> str:
         """Hash everything besides the row that a prompt is made of."""
         section = self._section
-        return digest(
-            [
-                section.conversational,
-                section.system_prompt,
-                dict(section.chat_template_kwargs),
-                section.max_prompt_length,
-                section.max_prompt_length_policy,
-                self._tokenizer.chat_template,
-                len(self._tokenizer),
-            ]
-        )
+        parts = [
+            section.conversational,
+            section.system_prompt,
+            dict(section.chat_template_kwargs),
+            section.max_prompt_length,
+            section.max_prompt_length_policy,
+            self._tokenizer.chat_template,
+            len(self._tokenizer),
+        ]
+        return digest(parts if self._vision is None else [*parts, self._vision.chat_template, self._vision.settings])
 
-    def _render(self, row: Mapping[str, Any], where: str) -> _Rendered | Rejected:
+    def _render(self, row: Mapping[str, Any], uid: PromptId) -> Rendered | Rejected:
         """Turn the prompt column into the text to tokenize."""
         if PROMPT not in row:
             raise missing_prompt(row)
-        prompt = row[PROMPT]
+        prompt, where = row[PROMPT], _where(uid)
         if prompt is None:
             return Rejected(reason=NONE)
         if isinstance(prompt, str):
             if not prompt.strip():
                 return Rejected(reason=EMPTY)
-            return self._render_text(prompt, row, where)
+            return self._render_text(prompt, row, uid)
         if isinstance(prompt, list | tuple):
-            return self._render_chat(read_messages(prompt, where=where), row, where)
+            return self._render_chat(read_messages(prompt, where=where), row, uid)
         raise DataError(
             f"{where}: prompt is {type(prompt).__name__}; allowed: a string, or a list of messages",
             hint="a message is {role: user, content: ...}; dataset.columns can name another column",
         )
 
-    def _render_text(self, prompt: str, row: Mapping[str, Any], where: str) -> _Rendered | Rejected:
+    def _render_text(self, prompt: str, row: Mapping[str, Any], uid: PromptId) -> Rendered | Rejected:
         if self._section.conversational:
-            return self._render_chat([{"role": "user", "content": prompt}], row, where)
-        if self._section.system_prompt is not None:
+            return self._render_chat([{"role": "user", "content": prompt}], row, uid)
+        needs_turns = "dataset.system_prompt" if self._section.system_prompt is not None else None
+        if self._vision is not None and column_images(row, where=_where(uid)):
+            needs_turns = "images"
+        if needs_turns is not None:
             raise DataError(
-                f"{where}: prompt is a string, which has no place for dataset.system_prompt",
+                f"{_where(uid)}: prompt is a string, which has no place for {needs_turns}",
                 hint="set dataset.conversational to true, so that it becomes a user message",
             )
         bos = self._tokenizer.bos_token
-        return _Rendered(text=prompt, messages=None, add_special_tokens=not (bos and prompt.startswith(bos)))
+        special = not (bos and prompt.startswith(bos))
+        return Rendered(row=row, uid=uid, text=prompt, messages=None, images=(), add_special_tokens=special)
 
-    def _render_chat(self, turns: list[Message], row: Mapping[str, Any], where: str) -> _Rendered | Rejected:
+    def _render_chat(self, turns: list[Message], row: Mapping[str, Any], uid: PromptId) -> Rendered | Rejected:
+        where = _where(uid)
+        turns, images = self._placed(turns, row, where)
         if all(is_blank(turn) for turn in turns):
             return Rejected(reason=EMPTY)
-        if self._tokenizer.chat_template is None and "chat_template" not in self._section.chat_template_kwargs:
+        template = self._tokenizer.chat_template if self._vision is None else self._vision.chat_template
+        if template is None and "chat_template" not in self._section.chat_template_kwargs:
             raise DataError(
                 f"{where}: the prompt is a list of messages, but the tokenizer has no chat template",
                 hint="name a template file in model.chat_template_path, or use string prompts with dataset.conversational off",
@@ -163,18 +223,65 @@ class PromptBuilder:
             return Rejected(reason=NO_CONTENT)
         arguments = {**self._section.chat_template_kwargs, **_template_arguments(row, where)}
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not continued,
-                continue_final_message=continued,
-                **arguments,
+            text = self._apply_template(
+                messages, add_generation_prompt=not continued, continue_final_message=continued, **arguments
             )
         except Exception as error:  # a template is a program that comes with the model or the recipe
             raise DataError(f"{where}: the chat template refuses the prompt: {' '.join(str(error).split())}") from error
-        return _Rendered(text=text, messages=tuple(messages), add_special_tokens=False)
+        return Rendered(
+            row=row, uid=uid, text=text, messages=tuple(messages), images=tuple(images), add_special_tokens=False
+        )
 
-    def _tokenize(self, rendered: Sequence[_Rendered]) -> list[tuple[int, ...]]:
+    def _placed(self, turns: list[Message], row: Mapping[str, Any], where: str) -> tuple[list[Message], Sequence[Any]]:
+        """Put a row's images in their places among its turns."""
+        if self._vision is not None:
+            return place_images(turns, column_images(row, where=where), where=where)
+        if any(has_image(turn) for turn in turns):
+            raise DataError(
+                f"{where}: a message has an image, but no row before it has one",
+                hint="give the dataset a column `images`, an empty list in rows without, so that it is known to have some",
+            )
+        return turns, ()
+
+    def _apply_template(self, messages: Sequence[Message], **arguments: Any) -> str:
+        if self._vision is not None:
+            return self._vision.render([in_parts(message) for message in messages], **arguments)
+        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        return text
+
+    def _with_images(self, rendered: Rendered) -> Prompt:
+        """Open a prompt's images, and tokenize it together with them."""
+        assert self._vision is not None, "images are looked for only where something prepares them"
+        where = _where(rendered.uid)
+        images = tuple(
+            encoded(value, folders=self._folders, where=f"{where}: image {number}")
+            for number, value in enumerate(rendered.images, start=1)
+        )
+        try:
+            ids = self._vision.encode(rendered.text, images)
+        except Exception as error:  # a processor raises whatever it meets first
+            raise DataError(
+                f"{where}: the model's processor refuses the prompt with {len(images)} images: {' '.join(str(error).split())}",
+                hint="is a token that stands for an image in the prompt's text, or does the chat template leave images out?",
+            ) from error
+        row = dict(rendered.row)
+        if row.get(IMAGE) is not None:
+            row[IMAGE] = images[0]
+        else:
+            row[IMAGES] = list(images)
+        return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row, images=images)
+
+    def _plain(self, rendered: Rendered, ids: tuple[int, ...]) -> Prompt | Rejected:
+        if not ids:
+            return Rejected(reason=NO_TOKENS)
+        if self._vision is not None and self._vision.count_image_tokens(ids):
+            return Rejected(reason=NO_IMAGE)
+        row = dict(rendered.row)
+        if self._vision is not None and IMAGE not in row:
+            row[IMAGES] = []
+        return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row)
+
+    def _tokenize(self, rendered: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Tokenize texts, those that get special tokens and those that do not each in one call."""
         ids: list[tuple[int, ...]] = [()] * len(rendered)
         for special in (True, False):
@@ -196,12 +303,6 @@ class PromptBuilder:
 def prompt_id(epoch: int, row: int) -> PromptId:
     """Name a draw of a row."""
     return PromptId(f"{epoch}:{row}")
-
-
-def _prompt(row: Mapping[str, Any], uid: PromptId, rendered: _Rendered, ids: tuple[int, ...]) -> Prompt | Rejected:
-    if not ids:
-        return Rejected(reason=NO_TOKENS)
-    return Prompt(uid=uid, ids=ids, text=rendered.text, messages=rendered.messages, row=dict(row))
 
 
 def _where(uid: PromptId) -> str:

@@ -5,6 +5,7 @@ once in each. Where a run ends is not decided here.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -72,7 +73,8 @@ class PromptSampler:
         self._rows = rows
         self._builder = builder
         self._kept = found.kept
-        self._rejected = {reason: one.count for reason, one in found.rejected.items()}
+        self._rejected = Counter({reason: one.count for reason, one in found.rejected.items()})
+        self._unmeasured = found.unmeasured
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = 0
@@ -90,18 +92,17 @@ class PromptSampler:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """Rows of the dataset that give no prompt, by reason."""
+        """Rows of the dataset that give no prompt, by reason; those that were passed over when drawn count each time."""
         return self._rejected
 
     def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be."""
-        places = [divmod(place, len(self._kept)) for place in range(self._drawn, self._drawn + count)]
-        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in places]
-        # Read and tokenized together, which is several times faster than one by one.
-        rows = as_rows(self._rows[[row for _, row in draws]])
-        encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])
-        prompts = [self._limited(one, row) for one, (_, row) in zip(encoded, draws, strict=True)]
-        self._drawn += count
+        """Draw the next prompts, across the end of an epoch if need be.
+
+        Rows whose images turn out to make the prompt too long are passed over, and counted.
+        """
+        prompts: list[Prompt] = []
+        while len(prompts) < count:  # it ends: one row at least has given a prompt
+            prompts += self._draw(count - len(prompts))
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,15 +118,29 @@ class PromptSampler:
         check_same_dataset(state["fingerprint"], self._fingerprint())
         self._drawn = state["drawn"]
 
-    def _limited(self, encoded: Prompt | Rejected, row: int) -> Prompt:
-        """Apply the length policy. A row in the order gave a prompt before."""
+    def _draw(self, count: int) -> list[Prompt]:
+        """Draw the next rows; they give as many prompts, but for those that nobody has prepared before."""
+        places = [divmod(place, len(self._kept)) for place in range(self._drawn, self._drawn + count)]
+        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in places]
+        # Read and tokenized together, which is several times faster than one by one.
+        rows = as_rows(self._rows[[row for _, row in draws]])
+        encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])
+        self._drawn += count
+        outcomes = (self._limited(one, row) for one, (_, row) in zip(encoded, draws, strict=True))
+        return [prompt for prompt in outcomes if prompt is not None]
+
+    def _limited(self, encoded: Prompt | Rejected, row: int) -> Prompt | None:
+        """Apply the length policy. A row in the order gave a prompt before, or has images that are measured only now."""
         outcome = encoded if isinstance(encoded, Rejected) else self._builder.limit(encoded)
-        if isinstance(outcome, Rejected):
-            raise DataError(
-                f"dataset: row {row} gave a prompt when all rows were read, and now {outcome.reason}",
-                hint="a transform set on the dataset must give the same row every time",
-            )
-        return outcome
+        if isinstance(outcome, Prompt):
+            return outcome
+        if self._unmeasured and isinstance(encoded, Prompt) and encoded.images:
+            self._rejected[outcome.reason] += 1
+            return None
+        raise DataError(
+            f"dataset: row {row} gave a prompt when all rows were read, and now {outcome.reason}",
+            hint="a transform set on the dataset must give the same row every time",
+        )
 
     def _order(self, epoch: int) -> range | Tensor:
         """Order the usable rows, as numbers among them, for an epoch; the latest order is kept.

@@ -19,6 +19,7 @@ from datasets import (
 )
 
 from grpo_cli.data.columns import rename_columns
+from grpo_cli.data.image_columns import undecoded
 from grpo_cli.errors import DataError, GrpoError
 from grpo_cli.recipe.imports import is_dotted_path, resolve
 from grpo_cli.recipe.rows import is_local, matching_files
@@ -43,7 +44,7 @@ def load_rows(section: DatasetSection, *, folder: Path) -> Rows:
         folder: The recipe's folder. Local paths and dotted paths are looked for there, then in the working folder.
 
     Returns:
-        A `Dataset`; an `IterableDataset` with `streaming`, or if the named function returns one.
+        A `Dataset`; an `IterableDataset` with `streaming`, or if the named function returns one. Images of prompts are not decoded.
 
     Raises:
         DataError: If there is no such dataset, it cannot be read, or it has no such split or column.
@@ -54,12 +55,19 @@ def load_rows(section: DatasetSection, *, folder: Path) -> Rows:
             f"dataset.split: found {section.split}; a streaming dataset has whole splits only",
             hint="use dataset.max_rows for the first rows, or turn dataset.streaming off",
         )
-    rows = rename_columns(_load(section, folder), section.columns)
+    rows = undecoded(rename_columns(_load(section, folder), section.columns))
     if section.max_rows is None:
         return rows
     if isinstance(rows, IterableDataset):
         return rows.take(section.max_rows)
     return rows.select(range(min(section.max_rows, len(rows))))
+
+
+def image_folders(section: DatasetSection, *, folder: Path) -> tuple[Path, ...]:
+    """Name the folders where relative paths of images are looked for: those of the data files, the recipe's, and the working folder."""
+    files = matching_files(section.name, folder)
+    beside = (path if path.is_dir() else path.parent for path in files)
+    return tuple(dict.fromkeys(place.absolute() for place in (*beside, folder, Path.cwd())))
 
 
 def _load(section: DatasetSection, folder: Path) -> Rows:

@@ -150,4 +150,5 @@ def _training_group(group: Group) -> TrainingGroup:
         advantages=torch.ones(len(completions)),
         in_loss=(True,) * len(completions),
         policy_version=completions[0].policy_version,
+        images=group.prompt.images,
     )

@@ -28,6 +28,7 @@ from grpo_cli.engine.run_directory import locked
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.strategies.replicas import Replicas
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.errors import DiskError, Interrupted, TrainingError
 from grpo_cli.evaluation.intervals import CONFIDENCE
@@ -167,6 +168,8 @@ def _evaluate_model(
     loaded = dataclasses.replace(loaded, recipe=recipe)
     view.say(f"{model.label}: {model.name}")
     tokenizer = load_tokenizer(recipe.model, folder=loaded.folder)
+    vision = VisionLoader(recipe.model, folder=loaded.folder)
+    held_out = load_all_held_out(loaded, tokenizer, vision, scorers)
     inputs = SamplingInputs(
         recipe=recipe,
         folder=loaded.folder,
@@ -174,8 +177,8 @@ def _evaluate_model(
         processes=processes,
         strategy=Replicas(processes),
         tokenizer=tokenizer,
-        vision=None,
-        held_out=load_all_held_out(loaded, tokenizer, scorers),
+        vision=vision.loaded,
+        held_out=held_out,
     )
     for line in (line for one in inputs.held_out for line in one.lines):
         view.say(line)

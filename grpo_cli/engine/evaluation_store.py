@@ -166,7 +166,8 @@ class EvaluationStore:
             TrainingError: If they cannot be written.
         """
         notes = json.dumps({"numbers": numbers, "scored_with": _plain(scored_with)})
-        write_table(table.replace_schema_metadata({_NOTES: notes.encode()}), self.completions_path)
+        noted = table.replace_schema_metadata({**(table.schema.metadata or {}), _NOTES: notes.encode()})
+        write_table(noted, self.completions_path)
 
     def changed_scoring(self, scored_with: Mapping[str, Any]) -> list[str] | None:
         """Name what the rewards depend on that is another by now; None: there are no rewards yet.

@@ -13,10 +13,11 @@ from grpo_cli.data.fingerprint import digest
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler
-from grpo_cli.data.sources import load_rows
+from grpo_cli.data.sources import image_folders, load_rows
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.rewards import load_scorer
 from grpo_cli.engine.shared_scoring import Scorer
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError, RewardError
 from grpo_cli.evaluation.question import Question
 from grpo_cli.evaluation.sheet import Sheet
@@ -74,7 +75,7 @@ class HeldOut:
 
     def prompt_digest(self) -> str:
         """Hash what is completed."""
-        return digest([(prompt.uid, prompt.ids) for prompt in self.prompts])
+        return digest([(prompt.uid, prompt.ids, *prompt.images) for prompt in self.prompts])
 
     def row_digest(self) -> str:
         """Hash the rows that the rewards look at."""
@@ -158,12 +159,15 @@ def load_scorers(loaded: LoadedRecipe, processes: Processes, scorer: Scorer | No
     return tuple(scorers)
 
 
-def load_all_held_out(loaded: LoadedRecipe, tokenizer: Any, scorers: Sequence[Scorer]) -> tuple[HeldOut, ...]:
+def load_all_held_out(
+    loaded: LoadedRecipe, tokenizer: Any, vision: VisionLoader, scorers: Sequence[Scorer]
+) -> tuple[HeldOut, ...]:
     """Load the datasets that a recipe evaluates on; none if it has none.
 
     Args:
         loaded: The recipe.
         tokenizer: The policy's.
+        vision: Loads what prepares images, if there are some.
         scorers: From `load_scorers`.
 
     Raises:
@@ -173,17 +177,20 @@ def load_all_held_out(loaded: LoadedRecipe, tokenizer: Any, scorers: Sequence[Sc
     """
     folder, seed = loaded.folder, loaded.recipe.train.seed
     return tuple(
-        load_held_out(task, tokenizer, scorer, folder=folder, seed=seed)
+        load_held_out(task, tokenizer, vision, scorer, folder=folder, seed=seed)
         for task, scorer in zip(evaluation_tasks(loaded.recipe), scorers, strict=True)
     )
 
 
-def load_held_out(task: EvalTask, tokenizer: Any, scorer: Scorer, *, folder: Path, seed: int) -> HeldOut:
+def load_held_out(
+    task: EvalTask, tokenizer: Any, vision: VisionLoader, scorer: Scorer, *, folder: Path, seed: int
+) -> HeldOut:
     """Load a dataset to evaluate on.
 
     Args:
         task: What the recipe says.
         tokenizer: The policy's.
+        vision: Loads what prepares images, if there are some.
         scorer: Its rewards.
         folder: The recipe's folder.
         seed: The run's.
@@ -194,7 +201,7 @@ def load_held_out(task: EvalTask, tokenizer: Any, scorer: Scorer, *, folder: Pat
         RewardError: If there is no column that one of its rewards needs.
     """
     path = task.settings.answer_function
-    prompts, lines = _load_prompts(task.dataset, task.key, tokenizer, folder=folder, seed=seed)
+    prompts, lines = _load_prompts(task.dataset, task.key, tokenizer, vision, folder=folder, seed=seed)
     loaded = HeldOut(
         task=task,
         prompts=prompts,
@@ -208,15 +215,17 @@ def load_held_out(task: EvalTask, tokenizer: Any, scorer: Scorer, *, folder: Pat
 
 
 def _load_prompts(
-    section: DatasetSection, key: str, tokenizer: Any, *, folder: Path, seed: int
+    section: DatasetSection, key: str, tokenizer: Any, vision: VisionLoader, *, folder: Path, seed: int
 ) -> tuple[list[Prompt], list[str]]:
     """Load all prompts of a dataset, and what there is to say about it."""
     try:
         rows = load_rows(section, folder=folder)
         if not isinstance(rows, Dataset):
             raise DataError("dataset: a stream has no end to evaluate", hint="set dataset.streaming to false")
-        builder = PromptBuilder(tokenizer, section)
-        found = preflight(rows, builder)
+        builder = PromptBuilder(
+            tokenizer, section, vision=vision.of(rows), folders=image_folders(section, folder=folder)
+        )
+        found = preflight(rows, builder, measured=None)  # all of them are prepared below
         sampler = PromptSampler(rows, builder, found, seed=seed, shuffle=False)
         return sampler.take(sampler.rows_per_epoch), found.lines()
     except DataError as error:  # the stage knows its section by its usual name only

@@ -29,7 +29,7 @@ class SamplingInputs:
         processes: The processes of this run.
         strategy: How they hold the model.
         tokenizer: The policy's.
-        vision: Prepares images for the policy; None: no prompt has any.
+        vision: Prepares the images of prompts; None: no dataset has any.
         held_out: The datasets to evaluate on; empty if there are none.
     """
 

@@ -10,8 +10,9 @@ from datasets import Dataset
 from grpo_cli.data.preflight import preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler, PromptSource
-from grpo_cli.data.sources import load_rows
+from grpo_cli.data.sources import image_folders, load_rows
 from grpo_cli.data.streaming import StreamingPromptSampler
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.recipe.schema import DatasetSection
 from grpo_cli.types import Prompt
 
@@ -23,7 +24,7 @@ class LoadedPrompts:
     Attributes:
         source: Gives them, in order.
         first: One of them.
-        longest: Tokens of the longest one; for a stream what `max_prompt_length` allows; None: not known.
+        longest: Tokens of the longest one; what `max_prompt_length` allows if not all are prepared yet; None: not known.
         lines: What to tell a person about the dataset.
     """
 
@@ -33,14 +34,24 @@ class LoadedPrompts:
     lines: Sequence[str]
 
 
-def load_prompts(section: DatasetSection, tokenizer: Any, *, folder: Path, seed: int) -> LoadedPrompts:
+def load_prompts(
+    section: DatasetSection, tokenizer: Any, *, vision: VisionLoader, folder: Path, seed: int
+) -> LoadedPrompts:
     """Load the training prompts.
 
+    Args:
+        section: The recipe's `dataset:`.
+        tokenizer: The policy's.
+        vision: Loads what prepares images, if there are some.
+        folder: The recipe's folder.
+        seed: The run's.
+
     Raises:
-        DataError: If the dataset cannot be read or gives no prompts.
+        DataError: If the dataset cannot be read or gives no prompts, or has images that the model does not read.
+        ModelError: If what prepares images does not load.
     """
     rows = load_rows(section, folder=folder)
-    builder = PromptBuilder(tokenizer, section)
+    builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), folders=image_folders(section, folder=folder))
     source: PromptSource
     if isinstance(rows, Dataset):
         found = preflight(rows, builder)
@@ -53,6 +64,6 @@ def load_prompts(section: DatasetSection, tokenizer: Any, *, folder: Path, seed:
     return LoadedPrompts(
         source=source,
         first=found.first,
-        longest=found.lengths.maximum if found.complete else section.max_prompt_length,
+        longest=found.lengths.maximum if found.complete and not found.unmeasured else section.max_prompt_length,
         lines=found.lines(),
     )

@@ -13,8 +13,9 @@ from datasets import Dataset
 from pyarrow import ArrowException
 
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
-from grpo_cli.data.sources import load_rows
+from grpo_cli.data.sources import image_folders, load_rows
 from grpo_cli.engine.run_length import run_length
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError
 from grpo_cli.metrics import Metrics
 from grpo_cli.policy.load import load_tokenizer
@@ -139,7 +140,9 @@ def score_completions(loaded: LoadedRecipe, completions: Sequence[SavedCompletio
 def _groups(recipe: Recipe, rows: Dataset, completions: Sequence[SavedCompletion], *, folder: Path) -> Iterator[Group]:
     """Put completions to the prompts of their rows."""
     tokenizer = load_tokenizer(recipe.model, folder=folder)
-    builder = PromptBuilder(tokenizer, recipe.dataset)
+    vision = VisionLoader(recipe.model, folder=folder).of(rows)
+    folders = image_folders(recipe.dataset, folder=folder)
+    builder = PromptBuilder(tokenizer, recipe.dataset, vision=vision, folders=folders)
     for row, members in groupby(completions, key=lambda one: one.row):
         saved = list(members)
         if row >= len(rows):

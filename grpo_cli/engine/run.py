@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
+from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.held_out import load_all_held_out, load_scorers
@@ -27,6 +28,7 @@ from grpo_cli.engine.signals import StopSignals
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
 from grpo_cli.telemetry.console import open_console, open_view
@@ -57,6 +59,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     """
     began = time.monotonic()
     quiet_libraries()
+    loaded = with_adapter_settings(loaded)
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
     # Told before anything is loaded, and before processes wait for each other in vLLM.
@@ -108,9 +111,10 @@ def _load_inputs(
     strategy = choose_strategy(recipe, folder=folder, processes=processes, say=lambda line: _tell(console, line))
     scorer = load_scorer(recipe.rewards, loaded, processes)
     tokenizer = load_tokenizer(recipe.model, folder=folder)
-    prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=seed)
+    vision = VisionLoader(recipe.model, folder=folder)
+    prompts = load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=seed)
     scorer.check_columns(prompts.first.row)
-    held_out = load_all_held_out(loaded, tokenizer, load_scorers(loaded, processes, scorer))
+    held_out = load_all_held_out(loaded, tokenizer, vision, load_scorers(loaded, processes, scorer))
     evaluations = [line for one in held_out for line in one.lines]
     for line in (*loaded.notices, *prompts.lines, *evaluations, *scorer.descriptions):
         _tell(console, line)
@@ -123,7 +127,7 @@ def _load_inputs(
         processes=processes,
         strategy=strategy,
         tokenizer=tokenizer,
-        vision=None,
+        vision=vision.loaded,
         prompts=prompts,
         held_out=held_out,
         scorer=scorer,

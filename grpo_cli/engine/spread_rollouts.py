@@ -155,7 +155,8 @@ class LedWeights:
 
 
 def _digest(prompts: Sequence[Prompt], *settings: Any) -> str:
-    asked = [[(prompt.uid, prompt.ids) for prompt in prompts], *settings]
+    images = [[hashlib.sha256(image).hexdigest() for image in prompt.images] for prompt in prompts]
+    asked = [[(prompt.uid, prompt.ids) for prompt in prompts], images, *settings]
     return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
 
 

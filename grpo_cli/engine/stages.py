@@ -73,6 +73,7 @@ class Stages:
         processes: The processes of this run.
         strategy: How they train together.
         tokenizer: Saved with every model.
+        processor_files: Saved with every model, too: what its own prepares images with, by name.
         prompts: Gives the next prompts.
         weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
@@ -95,6 +96,7 @@ class Stages:
     processes: Processes
     strategy: Strategy
     tokenizer: Any
+    processor_files: Mapping[str, bytes]
     prompts: PromptSource
     weight_sync: WeightSync
     sampling: Sampling

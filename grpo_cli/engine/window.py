@@ -88,12 +88,18 @@ def window_state(window: RolloutWindow) -> tuple[dict[str, Any], dict[str, Tenso
         "completion_lengths": [[len(ids) for ids in group.completion_ids] for group in groups],
         "in_loss": [list(group.in_loss) for group in groups],
     }
+    images = dict.fromkeys(image for group in groups for image in group.images)
+    places = {image: place for place, image in enumerate(images)}
+    description["image_lengths"] = [len(image) for image in images]
+    description["image_places"] = [[places[image] for image in group.images] for group in groups]
     tensors = {
         "prompt_ids": torch.tensor([token for group in groups for token in group.prompt_ids]),
         "completion_ids": torch.tensor([token for group in groups for ids in group.completion_ids for token in ids]),
         "behaviour_logps": _flat([group.behaviour_logps for group in groups]),
         "advantages": torch.cat([group.advantages for group in groups]),
     }
+    if images:
+        tensors["images"] = torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
     if any(description["with_old"]):
         tensors["old"] = _flat([entry.old or () for entry in logps])
     if description["with_reference"]:
@@ -119,6 +125,7 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
     reference = (
         _regroup(tensors["reference"], flat_lengths, sizes) if description["with_reference"] else [None] * len(sizes)
     )
+    images = _images(description, tensors)
     groups = [
         TrainingGroup(
             uid=PromptId(description["uids"][number]),
@@ -128,6 +135,7 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
             advantages=advantages[number],
             in_loss=tuple(description["in_loss"][number]),
             policy_version=PolicyVersion(description["policy_versions"][number]),
+            images=images[number],
         )
         for number in range(len(sizes))
     ]
@@ -140,6 +148,18 @@ def window_from_state(description: dict[str, Any], tensors: dict[str, Tensor]) -
         logps=_by_sizes(logps, description["groups_per_step"]),
         iterations=description["iterations"],
     )
+
+
+def _images(description: dict[str, Any], tensors: dict[str, Tensor]) -> list[tuple[bytes, ...]]:
+    """Give each group's images; there are none in the checkpoints of versions that knew no images."""
+    if "images" not in tensors:
+        return [()] * len(description["uids"])
+    content, start = tensors["images"].numpy().tobytes(), 0
+    images = []
+    for length in description["image_lengths"]:
+        images.append(content[start : start + length])
+        start += length
+    return [tuple(images[place] for place in places) for places in description["image_places"]]
 
 
 def _flat(groups: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -15,6 +15,7 @@ from grpo_cli.engine.memory import MemoryEstimate, cached_tokens_that_fit, estim
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
 from grpo_cli.engine.strategies.spread import Spread, spread_of, spread_of_zero
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError
 from grpo_cli.planning.machine import Machine
 from grpo_cli.planning.work import Model, StepWork, step_seconds, step_work
@@ -220,7 +221,9 @@ def longest_prompt(recipe: Recipe, folder: Path) -> int:
             "dataset.streaming: how long the prompts of a stream get is not known", hint="set dataset.max_prompt_length"
         )
     tokenizer = load_tokenizer(recipe.model, folder=folder)
-    return load_prompts(recipe.dataset, tokenizer, folder=folder, seed=recipe.train.seed).longest or 0
+    vision = VisionLoader(recipe.model, folder=folder)
+    found = load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=recipe.train.seed)
+    return found.longest or 0
 
 
 def _has_second_model(recipe: Recipe) -> bool:

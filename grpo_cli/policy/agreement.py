@@ -269,7 +269,7 @@ def _in_parts(segments: tuple[Segment, ...]) -> Iterator[Piece]:
         prompt = SplitPrompt(segment.prompt_ids)
         for part in (segment.completion_ids[:1], segment.completion_ids[1:]):
             if part:
-                yield (Segment(prompt_ids=segment.prompt_ids, completion_ids=part),), prompt
+                yield (replace(segment, completion_ids=part),), prompt
 
 
 def _in_words(error: Exception) -> str:

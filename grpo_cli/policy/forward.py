@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
+from grpo_cli.policy.adapters import output_head
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
-from grpo_cli.policy.images import SegmentImages, sees_both_ways
+from grpo_cli.policy.images import SegmentImages, nothing_seen
 from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
 from grpo_cli.policy.router import expert_shares as shares_of_experts
 from grpo_cli.policy.router import load_balancing_loss
 from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.types import RouterStats, Sampling, Segment, TokenStats
-from grpo_cli.vision.inputs import image_runs
+from grpo_cli.vision.inputs import image_runs, sees_images_both_ways
 from grpo_cli.vision.processor import VisionProcessor
 
 
@@ -56,6 +57,8 @@ class PolicyModel(nn.Module):
         shares_prefix: Whether a prompt is fed once for all its completions, in a packed row without padding.
         full_logits: Whether the model's own logits are taken at every position instead of applying the head to completion
             positions only: slower, for models whose head does more than `LogitScaling` knows.
+        always_sees: Whether an image is encoded in every forward, also where no segment has one: processes that hold parts of the
+            weights go through them together.
         splits_prompts: Whether a prompt may be fed once for parts of its group too, as a `SplitPrompt`, where it is fed once.
     """
 
@@ -67,6 +70,7 @@ class PolicyModel(nn.Module):
         self.shares_prefix = False
         self.full_logits = False
         self.splits_prompts = True
+        self.always_sees = False
         self.scaling = LogitScaling.of(model.config.get_text_config())
 
     def share_prefix(self, longest: int | None = None) -> None:
@@ -132,13 +136,14 @@ class PolicyModel(nn.Module):
         inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
         if images is not None:
             inputs |= images.padded(layout) if packed is None else images.packed(layout)
+        nothing = self._nothing() if images is None and self.always_sees else None
         if self.full_logits:
             outputs = self.model(**inputs)
-            logits = outputs.logits[layout.row, layout.column].float()
+            logits = _added(outputs.logits[layout.row, layout.column].float(), nothing)
             logps, entropies = statistics_of_logits(logits, **common)
         else:
             outputs = self._body(images)(**inputs)
-            hidden = outputs.last_hidden_state[layout.row, layout.column]
+            hidden = _added(outputs.last_hidden_state[layout.row, layout.column], nothing)
             logps, entropies = token_statistics(hidden, head=self._head, scaling=self.scaling, **common)
         found = None
         if routers:
@@ -204,12 +209,14 @@ class PolicyModel(nn.Module):
 
     @property
     def _head(self) -> nn.Module:
-        head: nn.Module = self.model.get_output_embeddings()
-        return head
+        return output_head(self.model)
 
     def _body(self, images: SegmentImages | None) -> Any:
-        """Give what computes hidden states: the text model alone where there are no images."""
-        return self.model.get_decoder() if images is None else self.model.model
+        """Give what computes hidden states: the text model alone where there are no images.
+
+        DeepSpeed brings weights together in the order in which modules were called before, so that all processes have to call the same.
+        """
+        return self.model.model if images is not None or self.always_sees else self.model.get_decoder()
 
     def _images(self, segments: tuple[Segment, ...]) -> SegmentImages | None:
         """Give the images of segments; None: they have none."""
@@ -218,11 +225,16 @@ class PolicyModel(nn.Module):
         assert self.vision is not None, "prompts have images only where the model has a processor for them"
         return SegmentImages(model=self.model, segments=segments, vision=self.vision)
 
+    def _nothing(self) -> Tensor:
+        """Go through the weights that see: a 0 []."""
+        assert self.vision is not None
+        return nothing_seen(self.model, self.vision)
+
     def _prefixes(self, layout: Layout, segments: tuple[Segment, ...]) -> tuple[SharedPrefix, ...]:
         """Give the prompts of a packed row, with their images where these see more than what is before."""
-        config = self.model.config
-        if not sees_both_ways(config):
+        if not any(segment.images for segment in segments) or not sees_images_both_ways(self.model):
             return layout.prefixes
+        config = self.model.config
         return tuple(
             replace(prefix, images=image_runs(config, segment.prompt_ids) if segment.images else ())
             for prefix, segment in zip(layout.prefixes, segments, strict=True)
@@ -236,6 +248,10 @@ class PolicyModel(nn.Module):
             "sampling": self.sampling,
             "entropy_grad": entropy_grad,
         }
+
+
+def _added(states: Tensor, nothing: Tensor | None) -> Tensor:
+    return states if nothing is None else states + nothing
 
 
 def _inputs(layout: Layout, packed: PackedRow | None) -> dict[str, Any]:

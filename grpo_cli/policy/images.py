@@ -6,8 +6,7 @@ itself expects it.
 Letters: N rows, T tokens of a row, A kinds of rotary positions (1, or 3 for time, height and width).
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +16,8 @@ from torch import Tensor
 
 from grpo_cli.policy.layout import Layout
 from grpo_cli.types import Segment
-from grpo_cli.vision.inputs import image_features, joined, prompt_positions, token_types
-from grpo_cli.vision.processor import VisionProcessor
-
-_BOTH_WAYS = frozenset({"gemma3"})
-"""Model types in which the tokens of an image see each other, and nothing else does so."""
-
-_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
-"""What models call the argument that tells places of images from text."""
+from grpo_cli.vision.inputs import image_features, joined, plain_arguments, prompt_positions
+from grpo_cli.vision.processor import VisionProcessor, blank_image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +41,12 @@ class SegmentImages:
             for tensors, segment in zip(self._tensors, self.segments, strict=True)
             for _ in segment.completion_ids
         ]
-        known = inspect.signature(self.model.model.forward).parameters
-        pixels = joined([tensors for tensors in per_row if tensors])
-        types = token_types(self.model.config, layout.ids)
-        device = layout.ids.device
-        return {name: tensor.to(device) for name, tensor in pixels.items()} | {
-            name: types for name in _OF_TOKENS if name in known
+        tensors = joined([tensors for tensors in per_row if tensors])
+        features = image_features(self.model, tensors)
+        # Where its positions depend on the images' sizes, the model is told them.
+        told = plain_arguments(self.model, layout.ids, tensors)
+        return {name: one for name, one in told.items() if not name.startswith("pixel")} | {
+            "mm_encoder_outputs": features
         }
 
     def packed(self, layout: Layout) -> dict[str, Any]:
@@ -79,9 +72,19 @@ class SegmentImages:
         return [self.vision.tensors(segment.images) if segment.images else {} for segment in self.segments]
 
 
-def sees_both_ways(config: Any) -> bool:
-    """Tell whether the tokens of an image attend to those behind them in the same image."""
-    return config.model_type in _BOTH_WAYS
+def nothing_seen(model: Any, vision: VisionProcessor) -> Tensor:
+    """Encode an image that does not matter, because all processes go through the weights together: a 0 [] that depends on them."""
+    features = image_features(model, vision.tensors((blank_image(),)))["image"]
+    encoded = [features.pooler_output, getattr(features, "deepstack_features", ())]
+    return sum((0.0 * tensor.float().sum() for tensor in _flat(encoded)), torch.zeros((), device=model.device))
+
+
+def _flat(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+        return
+    for one in nested or ():
+        yield from _flat(one)
 
 
 def _fed(segment: Segment) -> int:

@@ -3,10 +3,11 @@
 import hashlib
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_cli.errors import ModelError
+from grpo_cli.recipe.schema import ModelSection
 
 PACKAGE_PREFIX = "package://"
 
@@ -47,6 +48,11 @@ def locate_model(name_or_path: str, folder: Path) -> ModelLocation:
             hint=f"paths are taken from {folder} and from {Path.cwd()}",
         )
     return ModelLocation(name_or_path=name_or_path)
+
+
+def with_weights_in(section: ModelSection, place: str | Path) -> ModelSection:
+    """Describe a model as a recipe does, but for its weights, which are those in a folder, or of another model."""
+    return replace(section, name_or_path=str(place), revision=None, random_weights_seed=None)
 
 
 def _at_path(path: Path) -> ModelLocation:

@@ -125,6 +125,17 @@ def adapters_have_places(recipe: Recipe) -> Iterable[Finding]:
         )
 
 
+def adapters_have_weights_below(recipe: Recipe) -> Iterable[Finding]:
+    """Adapters are kept without the model below them, so that it must be one that stays."""
+    if recipe.model.random_weights_seed is not None and recipe.model.lora is not None:
+        yield Finding(
+            keys=("model.random_weights_seed", "model.lora"),
+            message=f"found {recipe.model.random_weights_seed} with model.lora, whose adapters would be of use with these weights alone, "
+            "which are not kept; allowed: null",
+            hint="leave one of them out",
+        )
+
+
 OBJECTIVE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     cispo_has_a_ceiling,
     cispo_ceiling_lets_the_ratio_through,
@@ -134,4 +145,5 @@ OBJECTIVE_CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     kl_settings_have_a_kl,
     reference_can_move,
     adapters_have_places,
+    adapters_have_weights_below,
 )

@@ -8,19 +8,23 @@ A reward function is called with keyword arguments, one entry per completion in 
     trainer_state                       where the run is, a `TrainerState`
     log_extra(column, values)           adds a column, one value per completion, to the completion files
     log_metric(name, value)             averages a number into the metrics, under a name that `check_metric_names` allows
+    image, images                       PIL images, opened but not yet read, or lists of them: a column's, or those in the prompt's messages
     <column>                            every other column of the dataset
 
-It declares the ones it wants, or takes `**kwargs` to get all. It returns one number per completion, or None where it does not
+It declares the ones it wants, or takes `**kwargs` to get all; but an isolated function gets images only under parameters of these
+names, for they go to its process anew for every completion. It returns one number per completion, or None where it does not
 apply. The columns `prompt` and `completion` are not passed under their own names, and a column cannot take the name of one of
 the arguments above: see `RESERVED_COLUMNS`.
 """
 
+import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from grpo_cli.errors import RewardError
@@ -28,7 +32,7 @@ from grpo_cli.recipe.schema.rewards import RESERVED_COLUMNS
 from grpo_cli.scoring.isolation.reply import shown
 from grpo_cli.scoring.journal import Journal
 from grpo_cli.scoring.trainer_state import TrainerState
-from grpo_cli.types import Group
+from grpo_cli.types import IMAGE, IMAGES, Group, Prompt
 
 _OWN_PREFIXES = ("eval/", "time/")
 """What the names of evaluations' metrics and of wall times begin with."""
@@ -43,9 +47,8 @@ def call_arguments(groups: Sequence[Group], trainer_state: TrainerState, journal
     The lists are made anew for each call, so that one function cannot change what the next one sees.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    arguments: dict[str, Any] = {
-        name: [prompt.row.get(name) for prompt, _ in pairs] for name in dataset_columns(groups)
-    }
+    rows = [row for group in groups for row in [_opened(group.prompt)] * len(group.completions)]
+    arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in dataset_columns(groups)}
     ids = [list(completion.ids) for _, completion in pairs]
     arguments |= {
         "prompts": [
@@ -63,6 +66,14 @@ def call_arguments(groups: Sequence[Group], trainer_state: TrainerState, journal
         "log_metric": journal.log_metric,
     }
     return arguments
+
+
+def _opened(prompt: Prompt) -> Mapping[str, Any]:
+    """Give a prompt's row with its images as PIL has them, which reads no pixels before they are asked for."""
+    if not prompt.images:
+        return prompt.row
+    images = [Image.open(io.BytesIO(image)) for image in prompt.images]
+    return {**prompt.row, **({IMAGE: images[0]} if prompt.row.get(IMAGE) is not None else {IMAGES: images})}
 
 
 def dataset_columns(groups: Sequence[Group]) -> tuple[str, ...]:

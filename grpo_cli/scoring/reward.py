@@ -30,6 +30,7 @@ class Reward:
         throttle: Lets those begin that are waited for.
         description: What it says of itself at the start, one line.
         loop: Where it is waited for; None: where all `async def` functions are.
+        named_only: Arguments that `**kwargs` does not get.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Reward:
     throttle: Throttle
     description: str | None = None
     loop: EventLoop | None = None
+    named_only: frozenset[str] = frozenset()
 
     @property
     def source(self) -> Any:
@@ -77,7 +79,7 @@ class Reward:
         return {
             name: value
             for name, value in arguments.items()
-            if name not in self.bound and (self.takes_all or name in self.wanted)
+            if name not in self.bound and (name in self.wanted or (self.takes_all and name not in self.named_only))
         }
 
 

@@ -134,8 +134,14 @@ def load_reward_model(
 def _conversation(
     prompt: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Join the messages; a completion that continued an assistant turn is one message with it."""
-    last, first = prompt[-1], completion[0]
+    """Join the messages; a completion that continued an assistant turn is one message with it. Of parts only texts count."""
+    turns = [{**message, "content": _text(message["content"])} for message in prompt]
+    last, first = turns[-1], completion[0]
     if last["role"] != "assistant":
-        return [*prompt, *completion]
-    return [*prompt[:-1], {**last, "content": last["content"] + first["content"]}, *completion[1:]]
+        return [*turns, *completion]
+    return [*turns[:-1], {**last, "content": last["content"] + first["content"]}, *completion[1:]]
+
+
+def _text(content: Any) -> Any:
+    """Put the texts of a list of parts together: a model that reads text only does not see the others."""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list | tuple) else content

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from grpo_cli.telemetry.files import disk_errors, write_whole
 from grpo_cli.telemetry.records import Evaluation, Rollouts
-from grpo_cli.types import ScoredGroup
+from grpo_cli.telemetry.thumbnails import marked, thumbnail_column
+from grpo_cli.types import IMAGES, ScoredGroup
 
 _INT64 = range(-(2**63), 2**63)
 _STEP = re.compile(r"(\d+)\.parquet$")
@@ -76,16 +77,18 @@ def completion_table(
         advantages: One per row, in training.
 
     Returns:
-        Columns step, prompt_uid, index, prompt, completion, finish_reason, num_tokens, policy_version, reward/{name}, advantage
-        (if given), and those that reward functions logged; `extra/` stands before a logged name that is taken. A reward that did
+        Columns step, prompt_uid, index, prompt, images (thumbnails, if a prompt has some), completion, finish_reason, num_tokens,
+        policy_version, reward/{name}, advantage (if given), and those that reward functions logged; `extra/` stands before a logged name that is taken. A reward that did
         not apply is null, and so is a logged column in groups that did not log it.
     """
     rows = [(one.group.prompt, completion) for one in scored for completion in one.group.completions]
+    has_images = any(prompt.images for prompt, _ in rows)
     columns = {
         "step": pa.array([step] * len(rows), pa.int64()),
         "prompt_uid": pa.array([prompt.uid for prompt, _ in rows], pa.string()),
         "index": pa.array([completion.index for _, completion in rows], pa.int32()),
         "prompt": pa.array([_writable(prompt.text) for prompt, _ in rows], pa.string()),
+        **({IMAGES: thumbnail_column([prompt for prompt, _ in rows])} if has_images else {}),
         "completion": pa.array([_writable(completion.text) for _, completion in rows], pa.string()),
         "finish_reason": pa.array([completion.finish_reason.value for _, completion in rows], pa.string()),
         "num_tokens": pa.array([len(completion.ids) for _, completion in rows], pa.int32()),
@@ -100,7 +103,7 @@ def completion_table(
     for name in sorted({name for one in scored for name in one.extras}):
         logged = [value for one in scored for value in one.extras.get(name, (None,) * len(one.group.completions))]
         columns[f"extra/{name}" if name in columns else name] = _logged_column(logged)
-    return pa.table(columns)
+    return marked(pa.table(columns)) if has_images else pa.table(columns)
 
 
 def _logged_column(values: Sequence[Any]) -> pa.Array:

@@ -21,12 +21,14 @@ class Sample:
 
     Attributes:
         prompt, completion: Their texts.
+        images: Of the prompt, their number.
         rewards: One per reward function; NaN: it did not apply.
         advantage: What the policy gradient multiplies it with.
     """
 
     prompt: str
     completion: str
+    images: int
     rewards: tuple[float, ...]
     advantage: float
 
@@ -46,6 +48,7 @@ def pick_samples(rollouts: Rollouts, count: int) -> list[Sample]:
             Sample(
                 prompt=scored.group.prompt.text,
                 completion=scored.group.completions[index].text,
+                images=len(scored.group.prompt.images),
                 rewards=tuple(scored.rewards[index].tolist()),
                 advantage=values[index],
             )
@@ -68,11 +71,16 @@ def samples_table(samples: Sequence[Sample], reward_names: Sequence[str], *, ste
     table.add_column("scores", max_width=SCORES_WIDTH, overflow="fold")
     for sample in samples:
         table.add_row(
-            Text(tail(visible(sample.prompt), PROMPT_CHARACTERS)),
+            Text(_images(sample) + tail(visible(sample.prompt), PROMPT_CHARACTERS)),
             Text(head_and_tail(visible(sample.completion), COMPLETION_CHARACTERS)),
             _scores(sample, reward_names),
         )
     return table
+
+
+def _images(sample: Sample) -> str:
+    """Say how many images a prompt has, a line before its text."""
+    return f"[{sample.images} {'image' if sample.images == 1 else 'images'}]\n" if sample.images else ""
 
 
 def _scores(sample: Sample, reward_names: Sequence[str]) -> Text:

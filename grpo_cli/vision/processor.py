@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cachetools import LRUCache
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 CACHED_BYTES = 512 << 20
@@ -25,6 +25,23 @@ class VisionProcessor:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._tensors: LRUCache[tuple[bytes, ...], Mapping[str, Tensor]] = LRUCache(CACHED_BYTES, getsizeof=_size)
+
+    @property
+    def chat_template(self) -> str | None:
+        """What `render` applies; None: there is none, and the recipe brings none."""
+        template: str | None = self._processor.chat_template
+        return template
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Everything that decides what becomes of an image, such as the sizes that it is brought to."""
+        found: Mapping[str, Any] = self._processor.to_dict()
+        return found
+
+    def count_image_tokens(self, ids: Sequence[int]) -> int:
+        """Count the tokens of a prompt that belong to images."""
+        of_images = frozenset(self._processor.image_token_ids)
+        return sum(token in of_images for token in ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Apply the chat template to turns whose content is a list of `{type: text, text: ...}` and `{type: image}` parts.
@@ -85,15 +102,22 @@ class VisionProcessor:
 
 
 def decoded(image: bytes) -> Image.Image:
-    """Read an encoded image as RGB.
+    """Read an encoded image as RGB, turned as a camera's note in it says.
 
     Raises:
         ValueError: If it is none.
     """
     try:
-        return Image.open(io.BytesIO(image)).convert("RGB")
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(image))).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def blank_image() -> bytes:
+    """Give a small grey picture, as PNG."""
+    target = io.BytesIO()
+    Image.new("RGB", (56, 56), "grey").save(target, format="PNG")
+    return target.getvalue()
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:

@@ -32,6 +32,7 @@ from grpo_cli.engine.settings import loop_settings
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.replicas import Replicas
+from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.metrics import results
 from grpo_cli.policy.load import load_tokenizer
@@ -161,7 +162,10 @@ class Run:
         """Do one optimizer step and tell what it took."""
         recipe = self.recipe
         write_prompts(self.folder, workload)
-        prompts = load_prompts(recipe.dataset, self.stages.tokenizer, folder=self.folder, seed=recipe.train.seed)
+        vision = VisionLoader(recipe.model, folder=self.folder)
+        prompts = load_prompts(
+            recipe.dataset, self.stages.tokenizer, vision=vision, folder=self.folder, seed=recipe.train.seed
+        )
         engine = ForcedEngine(self.stages.weight_sync.rollouts, workload, self.stages.tokenizer)
         weight_sync = WeightSync(engine, (), canary=None, sampling=self.stages.processes.autocast)
         stages = dataclasses.replace(self.stages, prompts=prompts.source, weight_sync=weight_sync)
@@ -228,7 +232,8 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
     processes = Processes(bf16=recipe.train.bf16)
     rewards = load_rewards(recipe.rewards, folder=folder, device=processes.device)
     tokenizer = load_tokenizer(recipe.model, folder=folder)
-    prompts = load_prompts(recipe.dataset, tokenizer, folder=folder, seed=recipe.train.seed)
+    vision = VisionLoader(recipe.model, folder=folder)
+    prompts = load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=recipe.train.seed)
     return Inputs(
         recipe=recipe,
         folder=folder,
@@ -238,7 +243,7 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
         processes=processes,
         strategy=Replicas(processes),
         tokenizer=tokenizer,
-        vision=None,
+        vision=vision.loaded,
         prompts=prompts,
         held_out=(),
         scorer=RewardScorer(rewards),

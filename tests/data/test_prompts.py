@@ -213,9 +213,10 @@ def test_a_template_that_refuses_the_prompt_is_quoted(builder: Builder) -> None:
         ([USER, {"from": "human", "value": "x"}], "row 3: message 1 has no `role`; it has from, value"),
         (
             [{"role": "user", "content": 5}],
-            "row 3: message 0: content is int; allowed: a string or a list of text parts",
+            "row 3: message 0: content is int; allowed: a string or a list of parts",
         ),
-        ([{"role": "user", "content": [{"type": "image"}]}], "row 3: message 0: content has a part of type image"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "row 3: message 0: content has a part of type audio"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "row 3: a message has an image, but no row before it has"),
     ],
 )
 def test_an_unsupported_prompt_names_row_and_type(builder: Builder, prompt: Any, message: str) -> None:

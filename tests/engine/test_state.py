@@ -82,6 +82,20 @@ def test_a_window_whose_later_steps_were_dropped_survives_a_checkpoint(
     assert equal(read_state(tmp_path), state)
 
 
+def test_images_of_a_window_survive_a_checkpoint_and_stand_in_it_once(
+    make_group: Callable[..., TrainingGroup], tmp_path: Path
+) -> None:
+    images = [random.Random(number).randbytes(length) for number, length in enumerate((10_000, 1, 777))]
+    of_groups = [(images[2], images[0]), (), (images[0],), (images[1], images[1])]
+    groups = [replace(make_group(2), images=mine) for mine in of_groups]
+    window = RolloutWindow(groups=by_step(groups, 2), logps=by_step([PolicyLogps()] * 4, 2), iterations=1)
+    write_state(RunState(window=window, random=RandomState.capture()), tmp_path)
+    read = read_state(tmp_path).window
+    assert read is not None
+    assert [group.images for step in read.groups for group in step] == of_groups
+    assert sum(path.read_bytes().count(images[0]) for path in tmp_path.rglob("*") if path.is_file()) == 1
+
+
 def test_the_old_log_probabilities_of_one_step_can_be_set(make_group: Callable[..., TrainingGroup]) -> None:
     groups = [make_group(3, 1), make_group(2), make_group(4)]
     reference = [PolicyLogps(reference=group.behaviour_logps) for group in groups]

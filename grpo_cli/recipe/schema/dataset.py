@@ -40,5 +40,7 @@ class DatasetSection:
     )
     max_prompt_length: int | None = option(None, minimum=1, help="Longest prompt in tokens; none if left out.")
     max_prompt_length_policy: Literal["drop", "truncate_left", "error"] = option(
-        "drop", help="What happens to a longer prompt: left out (and counted), cut from the left, or an error."
+        "drop",
+        help="What happens to a longer prompt: left out (and counted), cut from the left, or an error. One with images is never cut but left "
+        "out.",
     )

@@ -12,6 +12,7 @@ from grpo_cli.scoring.isolation.reply import Answer, answer_of
 from grpo_cli.scoring.isolation.worker import Worker, WorkerLimits, call_message
 from grpo_cli.scoring.limits import CallLimits, Throttle
 from grpo_cli.scoring.reward import Reward
+from grpo_cli.types import IMAGE, IMAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,4 +195,5 @@ def isolated(source: Source, *, worker: WorkerLimits, limits: CallLimits, loop: 
         throttle=Throttle(limits),
         description=told["description"],
         loop=loop,
+        named_only=frozenset({IMAGE, IMAGES}),
     )

@@ -1,0 +1,95 @@
+"""Parts of models: what is frozen, and what learns at a rate of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_vision_models import VISION_FAMILIES
+
+from grpo_cli.engine.optimizer import build_optimizer
+from grpo_cli.errors import ModelError
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.parts import parameters_of
+from grpo_cli.recipe.schema import LoraSection, ModelSection, TrainSection
+
+PARTS = ("vision_tower", "projector", "language_model")
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_three_parts_are_the_whole_model_and_overlap_nowhere(
+    family: str, *, vision_folder: Callable[[str], Path]
+) -> None:
+    model = _model(vision_folder(family))
+    parts = [set(parameters_of(model, part)) for part in PARTS]
+    assert all(parts)
+    assert sorted(name for part in parts for name in part) == sorted(name for name, _ in model.named_parameters())
+    assert not parts[2] & {name for name, _ in model.named_parameters() if "vis" in name}
+    decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
+    assert decoder <= {id(model.get_parameter(name)) for name in parts[2]}
+
+
+def test_frozen_parts_are_not_trained(vision_folder: Callable[[str], Path]) -> None:
+    model = _model(vision_folder("qwen2_5_vl"), freeze=["vision_tower", "projector", "lm_head"])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name in parameters_of(model, "language_model") if not name.startswith("lm_head")}
+
+
+def test_adapters_of_frozen_parts_are_frozen_too(vision_folder: Callable[[str], Path]) -> None:
+    model = _model(vision_folder("smolvlm"), freeze=["vision_tower"], lora=LoraSection(r=2))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora" in name for name in trained)
+    assert any("connector" in name for name in trained)
+    assert not any("vision_model" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("vision_towr", "vision_towr; allowed: vision_tower, projector, language_model, the name of a module"),
+        ("model.visual.block", "did you mean `model.visual.blocks`?"),
+    ],
+)
+def test_an_unknown_part_is_named(part: str, expected: str, *, vision_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError) as caught:
+        _model(vision_folder("qwen2_5_vl"), freeze=[part])
+    assert expected in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_text_model_has_no_vision_tower(tiny_model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="has no part called vision_tower; allowed: the name of a module"):
+        _model(tiny_model_folder, freeze=["vision_tower"])
+
+
+def test_something_is_left_to_train(vision_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="nothing is left to train"):
+        _model(vision_folder("gemma3"), freeze=[*PARTS])
+
+
+def test_each_part_learns_at_its_own_rate(vision_folder: Callable[[str], Path]) -> None:
+    model = _model(vision_folder("qwen3_vl"), freeze=["lm_head"])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    section = TrainSection(learning_rate=1e-3, learning_rates={"vision_tower": 1e-4, "projector": 0.0})
+    optimizer = build_optimizer(model, section, device=torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # The first step of Adam moves every weight by its learning rate.
+    rates = {"language_model": 1e-3, "vision_tower": 1e-4, "projector": 0.0}
+    for part, rate in rates.items():
+        for name, parameter in parameters_of(model, part).items():
+            moved = 0.0 if name.startswith("lm_head") else rate
+            torch.testing.assert_close(
+                before[name] - parameter.detach(), torch.full_like(parameter, moved), rtol=1e-2, atol=1e-7
+            )
+
+
+def test_no_weight_has_two_rates(vision_folder: Callable[[str], Path]) -> None:
+    section = TrainSection(learning_rates={"vision_tower": 1e-4, "model.visual": 1e-5})
+    with pytest.raises(ModelError, match=r"model\.visual has weights that another part there has"):
+        build_optimizer(_model(vision_folder("qwen2_vl")), section, device=torch.device("cpu"))
+
+
+def _model(folder: Path, **settings: Any) -> Any:
+    return load_model(ModelSection(name_or_path=str(folder), **settings), folder=folder)
