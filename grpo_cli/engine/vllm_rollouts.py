@@ -11,6 +11,7 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, count_engines, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
+from grpo_cli.errors import TrainingError
 from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
@@ -82,6 +83,12 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
         TrainingError: If a server does not start, cannot be reached, or wants another token.
         ModelError: If it does not take sequences as long as the run's.
     """
+    if inputs.vision is not None:
+        raise TrainingError(
+            "vllm.mode: found server, but prompts of this run have images, which are not sent to servers; allowed with images: colocate, "
+            "or none",
+            hint="set vllm.mode to colocate, or leave it out",
+        )
     recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
     section, device = recipe.vllm, inputs.processes.device
     token = read_token(section.token_file, inputs.folder)
@@ -161,14 +168,15 @@ def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
         revision=model.revision,
         tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
         trust_remote_code=model.trust_remote_code,
-        lora_rank=lora_rank_to_send(recipe.vllm, model.lora),
+        lora_rank=_adapter_rank(inputs),
+        image_options=None if inputs.vision is None else model.processor_kwargs,
         sharing_memory=inputs.processes.sharing_memory if recipe.vllm.mode == "colocate" else None,
     )
 
 
 def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
     """Stream the policy's adapters, if they are to go to vLLM as such."""
-    rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
+    rank = _adapter_rank(inputs)
     # Weights that are cut into parts come in one stream, which all processes go through: the merged ones.
     if rank is None or inputs.strategy.spread.weight_parts > 1:
         return None
@@ -178,6 +186,14 @@ def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
         adapters=AdapterWeights(policy.model, weights),
         rank=rank,
     )
+
+
+def _adapter_rank(inputs: SamplingInputs) -> int | None:
+    """Give the rank of the adapters that vLLM is given as such; None: they are merged, or there are none.
+
+    Those of a model that sees images are merged: vLLM has none in what encodes images.
+    """
+    return None if inputs.vision is not None else lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
 
 
 def _most_sequences(inputs: SamplingInputs) -> int:

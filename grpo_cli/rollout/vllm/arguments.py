@@ -47,6 +47,7 @@ def engine_arguments(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     lora_rank: int | None = None,
+    image_options: Mapping[str, Any] | None = None,
     sharing_memory: int | None = None,
     where: str = "recipe",
 ) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def engine_arguments(
         tokenizer: If it is not the model's own.
         trust_remote_code: Run code that comes with the model.
         lora_rank: Of the adapters that it is to take; None: it takes none.
+        image_options: For the processor of prompts with images; None: there are no images.
         sharing_memory: Processes on this machine that have an engine, or a part of one, in themselves; None: the engine starts processes
             of its own.
         where: Place of `vllm.engine`, for errors.
@@ -87,7 +89,18 @@ def engine_arguments(
     }
     hub = {name: value for name, value in (("revision", revision), ("tokenizer", tokenizer)) if value is not None}
     adapters = {} if lora_rank is None else {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(lora_rank)}
-    return ours | hub | _FIXED | adapters | (_on_cpu(section, sharing_memory) if on_cpu else {}) | further
+    images = {} if image_options is None else _for_images(image_options)
+    return ours | hub | _FIXED | adapters | images | (_on_cpu(section, sharing_memory) if on_cpu else {}) | further
+
+
+def _for_images(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Let vLLM prepare images as the trainer does, and make no room for videos.
+
+    Where it can, it would scale pixels by numbers that it keeps among the model's weights, which are made up where it reads none.
+    """
+    known = engine_argument_names()
+    scaled = {"mm_device_do_normalize": False} if "mm_device_do_normalize" in known else {}
+    return {"limit_mm_per_prompt": {"video": 0}} | scaled | ({"mm_processor_kwargs": dict(options)} if options else {})
 
 
 def lora_rank_to_send(section: VllmSection, lora: LoraSection | None) -> int | None:

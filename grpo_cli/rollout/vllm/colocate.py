@@ -17,6 +17,7 @@ from grpo_cli.rollout.sync.adapters import Adapters
 from grpo_cli.rollout.sync.buckets import sent_dtype
 from grpo_cli.rollout.vllm.completion import completed_group, sampled_tokens
 from grpo_cli.rollout.vllm.containment import Containment, spared_process_group
+from grpo_cli.rollout.vllm.prompt_images import rendered
 from grpo_cli.rollout.vllm.sampling import first_seed, sampling_fields
 from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
@@ -178,6 +179,7 @@ class ColocateEngine:
             self._loading.activate()
             forgotten = self._llm.reset_prefix_cache()
             assert forgotten, "requests are running"
+            self._llm.llm_engine.reset_encoder_cache()
         self._has_weights = self._has_base = True
         return num_bytes
 
@@ -223,9 +225,8 @@ class ColocateEngine:
         names = [str(number) for number in range(len(prompts))]
         try:
             for name, prompt, wanted in zip(names, prompts, parameters, strict=True):
-                engine.add_request(
-                    name, {"type": "token", "prompt_token_ids": list(prompt.ids)}, wanted, lora_request=self._request
-                )
+                asked = rendered(prompt, tokenizer=self._tokenizer, engine=engine)
+                engine.add_request(name, asked, wanted, lora_request=self._request)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     sampled = [sampled_tokens(one) for one in output.outputs] * copies

@@ -5,6 +5,10 @@ keeps the same tokens, and so do min-p and top-k together. With min-p and top-p 
 is smaller, and its log-probabilities are higher; that pair is refused. Of tokens that tie with the last one in the nucleus it
 keeps one or some, and this project all: in float32 such ties hardly exist.
 
+Tokens that are banned get the lowest bias that vLLM takes, -100: what is left of their probability is below 1e-20 at any temperature it
+takes, for a model that does not want them more than all others together by as many nats, and in float32 the log-probabilities of the
+others are those of a distribution without them.
+
 A stop string counts from the token after `min_tokens` on, in the local engine from that token on.
 """
 
@@ -14,6 +18,9 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.vllm_rules import TEMPERATURES
 from grpo_cli.rollout.sampling import sample_seed
 from grpo_cli.types import Sampling
+
+_BANNED = -100.0
+"""Added to logits: the least that vLLM takes."""
 
 
 def sampling_fields(sampling: Sampling, *, n: int, seed: int) -> dict[str, Any]:
@@ -35,8 +42,10 @@ def sampling_fields(sampling: Sampling, *, n: int, seed: int) -> dict[str, Any]:
     assert n == 1 or sampling.temperature > 0.0
     _check(sampling)
     structured = {} if sampling.regex is None else {"structured_outputs": {"regex": sampling.regex}}
+    banned = {"logit_bias": dict.fromkeys(sampling.banned_ids, _BANNED)} if sampling.banned_ids else {}
     return {
         **structured,
+        **banned,
         "n": n,
         "seed": seed,
         "temperature": sampling.temperature,

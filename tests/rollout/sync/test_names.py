@@ -1,15 +1,16 @@
 """Weights as a checkpoint has them: what `save_pretrained` writes is the truth."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, build_tiny_model
+from tiny_vision_models import VISION_FAMILIES
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_cli.errors import ModelError
 from grpo_cli.rollout.sync.names import checkpoint_names
@@ -109,3 +110,35 @@ def test_tensors_of_several_layers_that_become_one_are_refused(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"LlamaForCausalLM: .*several layers") as caught:
         checkpoint_names(model, ModelWeights(model))
     assert "vllm.mode" in str(caught.value.hint)
+
+
+PUBLISHED = ("gemma3", "llava_next")
+"""Families whose makers' checkpoints have the vision tower's weights one level deeper than transformers saves them."""
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_names_of_models_that_see_are_those_of_published_checkpoints(
+    family: str, vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(vision_folder(family))
+    stored = saved(model, tmp_path / "saved")
+    if family in PUBLISHED:
+        stored = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): one for name, one in stored.items()}
+    if family == "llava_next":  # features are those of the layer before the last, and vLLM has no other
+        unused = ("vision_tower.vision_model.encoder.layers.1.", "vision_tower.vision_model.post_layernorm.")
+        assert sum(name.startswith(unused) for name in stored) == 18
+        stored = {name: one for name, one in stored.items() if not name.startswith(unused)}
+    assert_same(dict(checkpoint_names(model, ModelWeights(model))), stored)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_tower_that_came_from_a_published_checkpoint_keeps_its_names(
+    family: str, vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(vision_folder(family))
+    expected = dict(checkpoint_names(model, ModelWeights(model)))
+    stored = saved(model, tmp_path)
+    published = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): one for name, one in stored.items()}
+    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert_same(dict(checkpoint_names(loaded, ModelWeights(loaded))), expected)

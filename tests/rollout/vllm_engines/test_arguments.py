@@ -60,6 +60,17 @@ def test_the_recipe_reaches_vllm_under_its_names_there() -> None:
     }
 
 
+def test_images_are_prepared_as_the_trainer_does_it_and_videos_get_no_room() -> None:
+    assert "limit_mm_per_prompt" not in arguments()
+    found = arguments(image_options={"max_pixels": 50_000})
+    assert found["limit_mm_per_prompt"] == {"video": 0}
+    assert found["mm_processor_kwargs"] == {"max_pixels": 50_000}
+    assert found.get("mm_device_do_normalize", False) is False
+    assert arguments(VllmSection(engine={"limit_mm_per_prompt": {"image": 1}}), image_options={})[
+        "limit_mm_per_prompt"
+    ] == {"image": 1}
+
+
 def test_code_from_a_model_runs_only_if_asked_for() -> None:
     assert arguments()["trust_remote_code"] is False
 

@@ -43,6 +43,11 @@ def test_every_setting_is_told(settings: Callable[..., Sampling]) -> None:
     }
 
 
+def test_banned_tokens_get_the_lowest_bias_that_vllm_takes(settings: Callable[..., Sampling]) -> None:
+    fields = sampling_fields(settings(banned_ids=(7, 9)), n=1, seed=0)
+    assert json.loads(json.dumps(fields))["logit_bias"] == {"7": -100.0, "9": -100.0}
+
+
 @pytest.mark.parametrize("n", [1, 8, 10_000])
 def test_seeds_of_a_whole_group_have_63_bits(n: int) -> None:
     seeds = [first_seed((1, "train", step), "0:5", n=n) for step in range(200)]
