@@ -64,8 +64,9 @@ def speed_up_linears(model: Any) -> None:
         model: A transformers model.
     """
     head = model.get_output_embeddings()
+    heads = [] if head is None else list(head.modules())  # with adapters there may be a copy of it
     for layer in plain_linears(model):
-        if layer is not head:
+        if not any(layer is one for one in heads):
             vars(layer)["forward"] = partial(_linear, layer)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, completions, records, weights
 from vllm_server import free_port
-from warm_start import WarmStart
+from warm_start import GRPO, WarmCommand, WarmStart
 
 PROGRAM = """
 import json, os, sys
@@ -75,22 +75,34 @@ def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str =
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def train_in_forked(
-    warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
-) -> None:
-    """Do some runs, all of which succeed, in processes that are told of each other as torchrun tells them. See `launch`."""
-    told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
+def start_forked(warm: WarmStart, count: int, *arguments: object, program: str = GRPO) -> list[WarmCommand]:
+    """Start a command in processes that are told of each other as torchrun tells them.
+
+    Args:
+        warm: Forks them.
+        count: Number of processes.
+        arguments: The command line of each.
+        program: What is run with them, if not `grpo`.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-    processes = [
+    return [
         warm.start(
-            told,
+            *arguments,
             environment={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            program=before + PROGRAM + afterwards,
+            program=program,
         )
         for rank in range(count)
     ]
-    deadline = time.monotonic() + 600
+
+
+def train_in_forked(
+    warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
+) -> None:
+    """Do some runs, all of which succeed, in processes that need no imports. See `launch` and `start_forked`."""
+    told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
+    processes = start_forked(warm, count, told, program=before + PROGRAM + afterwards)
+    deadline = time.monotonic() + 1500
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes) or time.monotonic() > deadline:
             for process in processes:  # the others would wait for the one that has failed

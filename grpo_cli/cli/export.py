@@ -68,5 +68,5 @@ def _write_merged(folder: Path, target: Path, base: str | None) -> None:
     logging.disable_progress_bar()
     merged_model(folder, base=base).save_pretrained(target)
     for path in folder.iterdir():  # the tokenizer's files
-        if not path.name.startswith("adapter_") and not (target / path.name).exists():
+        if not path.name.startswith(("adapter_", "quantization.")) and not (target / path.name).exists():
             shutil.copy(path, target / path.name)

@@ -55,6 +55,7 @@ def serve_plan(
     Raises:
         RecipeError: If the recipe is wrong, or neither it nor a model is given.
     """
+    from grpo_cli.engine.continued import with_adapter_settings
     from grpo_cli.recipe.load import load_recipe
     from grpo_cli.recipe.schema import ModelSection, VllmSection
 
@@ -75,7 +76,7 @@ def serve_plan(
             where="command line",
         )
     # Data and rewards are not needed here; model and token are looked for before vLLM starts.
-    loaded = load_recipe(recipe, overrides, look_for_files=False)
+    loaded = with_adapter_settings(load_recipe(recipe, overrides, look_for_files=False))
     section = loaded.recipe.model
     if model is not None:
         section = dataclasses.replace(section, name_or_path=model, revision=None, tokenizer_name_or_path=None)

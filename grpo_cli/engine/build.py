@@ -26,15 +26,17 @@ from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.errors import CheckpointError
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
-from grpo_cli.policy.adapters import has_adapters
+from grpo_cli.policy.adapters import has_adapters, with_reference_adapters, without_adapters
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import possible_checkpointing, set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.policy.load import load_model, processor_files
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.load_vision import processor_files
 from grpo_cli.policy.locate import with_weights_in
-from grpo_cli.policy.reference import BaseModelReference, Reference, ReferenceModel
+from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
+from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder
@@ -75,15 +77,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         CheckpointError: If the checkpoint has no adapters where the recipe asks for them, or others.
     """
     recipe = inputs.recipe
-    section, adapters = recipe.model, None
-    if inputs.checkpoint is not None:
-        trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
-        if section.lora is None:
-            section = with_weights_in(section, trained)
-        else:
-            adapters = trained
-    with inputs.strategy.building():
-        model = load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on, adapters=adapters)
+    model = _policy_model(inputs)
     is_cut = inputs.strategy.spread.cuts_weights
     set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
     stop_ids = stop_token_ids(
@@ -117,7 +111,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         slower = choose_forward(
             policy,
             _probe(inputs.prompts.first, sampling.banned_ids),
-            share_prefix=section.share_prefix,
+            share_prefix=recipe.model.share_prefix,
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
         )
@@ -131,6 +125,25 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
         router_aux_loss_coef=router_coefficient(model, recipe.grpo.router_aux_loss_coef),
         notices=[*filter(None, [misfit, _cost_of_sampling(inputs, policy)]), *slower],
     )
+
+
+def _policy_model(inputs: Inputs) -> Any:
+    """Load the policy's model, from the checkpoint if there is one."""
+    section, adapters = inputs.recipe.model, None
+    if inputs.checkpoint is not None:
+        trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
+        if section.lora is None:
+            section = with_weights_in(section, trained)
+        else:
+            adapters = trained
+    with inputs.strategy.building():
+        return load_model(
+            section,
+            folder=inputs.folder,
+            device=inputs.strategy.loads_on,
+            adapters=adapters,
+            keeps_reference=_keeps_reference(inputs.recipe),
+        )
 
 
 def _cost_of_sampling(inputs: Inputs, policy: PolicyModel) -> str | None:
@@ -205,7 +218,7 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
     """Make the model that completions are compared with: the recipe's, or one that has moved from there.
 
     Returns:
-        None if there is to be none, or it is the policy without its adapters.
+        None if there is to be none, or it is the policy with other adapters.
 
     Raises:
         CheckpointError: If it is to move, and the checkpoint's did not.
@@ -227,6 +240,12 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
         return load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on)
 
 
+def _keeps_reference(recipe: Recipe) -> bool:
+    """Tell whether the reference is the model with the adapters that the run goes on from."""
+    lora = recipe.model.lora
+    return recipe.grpo.beta != 0.0 and lora is not None and lora.adapter_name_or_path is not None
+
+
 def _build_reference(
     inputs: Inputs, policy: PolicyModel, prepared: nn.Module, model: Any, longest: int | None
 ) -> Reference | None:
@@ -235,7 +254,8 @@ def _build_reference(
     if grpo.beta == 0.0:
         return None
     if model is None:
-        return BaseModelReference(policy, prepared)
+        goes_on = _keeps_reference(inputs.recipe)
+        return AdapterReference(policy, prepared, switched=with_reference_adapters if goes_on else without_adapters)
     reference = PolicyModel(model, sampling=policy.sampling, vision=policy.vision)
     reference.full_logits = policy.full_logits
     reference.always_sees = policy.always_sees

@@ -15,8 +15,10 @@ from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.engine.weight_sync import WeightSync
-from grpo_cli.policy.adapters import MergedWeights, has_adapters
+from grpo_cli.policy.adapter_weights import MergedWeights
+from grpo_cli.policy.adapters import has_adapters
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.quantization import DequantizedWeights
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sampling import evaluation_sampling
@@ -44,6 +46,7 @@ def build_weight_sync(
         return WeightSync(rollouts, weights, canary=None, sampling=partial(_sampling_with_the_policy, inputs, policy))
     from grpo_cli.rollout.sync.names import checkpoint_names  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
+    weights = DequantizedWeights(policy.model, weights)
     if has_adapters(policy.model):
         weights = MergedWeights(policy.model, weights)
     weights = checkpoint_names(policy.model, weights)

@@ -1,22 +1,21 @@
 """Which model `--model` means, and how it is loaded with a recipe that names another one."""
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
 from grpo_cli.policy.locate import with_weights_in
-from grpo_cli.recipe.schema import LoraSection, ModelSection, Recipe
+from grpo_cli.policy.quantization import with_quantization
+from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
-ADAPTER_CONFIG = "adapter_config.json"
 _SHORT_NAME = re.compile(r"final|best|step-\d+")
 
 
@@ -75,7 +74,9 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
         return EvaluatedModel(
             label=_label(given),
             name=given,
-            section=replace(with_weights_in(recipe.model, given), tokenizer_name_or_path=None, lora=None),
+            section=replace(
+                with_weights_in(recipe.model, given), tokenizer_name_or_path=None, lora=None, quantization=None
+            ),
             adapters=None,
         )
     folder = model_folder(path, prefers_best=True).resolve() if path.is_dir() else path.resolve()
@@ -85,10 +86,11 @@ def _found(given: str, recipe: Recipe) -> EvaluatedModel:
         with_weights_in(recipe.model, folder),
         tokenizer_name_or_path=None if folder.suffix == ".gguf" else tokenizer,
         lora=None,
+        quantization=None,
     )
-    adapters = folder / ADAPTER_CONFIG
+    adapters = folder / CONFIG_FILE
     if adapters.is_file():
-        section = _with_adapters(section, json.loads(adapters.read_text(encoding="utf-8")), folder)
+        section = _with_adapters(section, folder)
     return EvaluatedModel(
         label=_label_of_folder(folder),
         name=str(folder),
@@ -142,22 +144,16 @@ def _of_run(given: str, output_dir: Path) -> Path | None:
     return there[given]
 
 
-def _with_adapters(section: ModelSection, settings: dict[str, Any], folder: Path) -> ModelSection:
+def _with_adapters(section: ModelSection, folder: Path) -> ModelSection:
     """Say how the model below is loaded, and how adapters are put on it."""
-    targets = settings.get("target_modules")
-    if settings.get("peft_type") != "LORA" or not isinstance(targets, list):
+    found = read_adapter_settings(folder, key="--model")
+    if found.base is None:
         raise ModelError(
-            f"--model: {folder} holds adapters of a kind that is not known here",
-            hint="merge them into their model with `grpo export --merge`, and evaluate that",
+            f"--model: {folder} holds adapters, and does not say of which model",
+            hint="merge them with `grpo export --merge --base MODEL`, and evaluate that",
         )
-    lora = LoraSection(
-        r=settings["r"],
-        alpha=float(settings["lora_alpha"]),
-        target_modules=sorted(targets),
-        use_rslora=bool(settings.get("use_rslora", False)),
-    )
-    name = settings["base_model_name_or_path"]
-    return replace(section, name_or_path=name, revision=settings.get("revision"), lora=lora)
+    section = replace(section, name_or_path=found.base, revision=found.revision, lora=found.lora)
+    return with_quantization(section, folder)
 
 
 def _label(name: str) -> str:

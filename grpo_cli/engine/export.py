@@ -15,8 +15,10 @@ from grpo_cli.engine.optimizer import continue_schedule
 from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.state import RECIPE_FILE, RunState, read_optimizer, write_optimizer, write_state
 from grpo_cli.errors import CheckpointError
-from grpo_cli.policy.adapters import has_adapters
+from grpo_cli.policy.adapters import has_adapters, save_adapters
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.quantization import write_quantization
+from grpo_cli.recipe.schema import ModelSection
 
 MODEL_FOLDER = "model"
 REFERENCE_FOLDER = "reference"
@@ -142,7 +144,7 @@ def whole_weights(stages: Stages, policy: PolicyModel) -> Weights | None:
 
 
 def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weights: Weights | None) -> None:
-    """Save model, tokenizer and processor as a folder that `from_pretrained` reads.
+    """Save model, tokenizer and processor as a folder that `from_pretrained` reads; of a model with adapters these alone.
 
     Args:
         stages: For the tokenizer and the processor.
@@ -151,7 +153,11 @@ def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weig
         weights: From `whole_weights`.
     """
     model: Any = policy.model
-    model.save_pretrained(folder, state_dict=weights)
+    if has_adapters(model):
+        save_adapters(model, folder, weights=weights)
+        write_quantization(ModelSection(**{**stages.recipe["model"], "lora": None}), folder)
+    else:
+        model.save_pretrained(folder, state_dict=weights)
     stages.tokenizer.save_pretrained(folder)
     for name, content in stages.processor_files.items():
         (folder / name).write_bytes(content)

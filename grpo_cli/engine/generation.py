@@ -14,6 +14,7 @@ from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
 from grpo_cli.errors import RewardError, TrainingError
 from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
+from grpo_cli.policy.adapter_dropout import dropped_inputs
 from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.names import find
@@ -96,7 +97,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     values = advantages(rewards, stages.advantage_settings)
     trained = training_groups(scores.groups, values, mask_truncated=settings.mask_truncated_completions)
     with clock.phase("forward_backward"):
-        logps = _window_logps(stages, settings, trained)
+        logps = _window_logps(stages, settings, trained, step=state.step)
     tokens = sum(len(group.prompt.ids) + len(one.ids) for group in groups for one in group.completions)
     metrics = merge(
         [
@@ -160,14 +161,17 @@ def check_logged(names: Iterable[str]) -> None:
             raise RewardError(f"log_metric: {name!r} is a metric of the run itself", hint="log it under another name")
 
 
-def _window_logps(stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup]) -> list[PolicyLogps]:
-    """Compute what must be known of these weights before they move.
+def _window_logps(
+    stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup], *, step: int
+) -> list[PolicyLogps]:
+    """Compute what must be known of these weights before they move, `step` steps into the run.
 
     That is the old log-probabilities of all optimizer steps but the first, whose own forward gives them, and those of the
     reference if there is one.
     """
     first, later = groups[: settings.prompts_per_step], groups[settings.prompts_per_step :]
-    old = [*(None for _ in first), *stages.gradients.logps(stages.prepared, later)]
+    with dropped_inputs(stages.policy.model, settings.seed, step):
+        old = [*(None for _ in first), *stages.gradients.logps(stages.prepared, later)]
     reference: Sequence[tuple[Tensor, ...] | None] = [None] * len(groups)
     if stages.reference is not None:
         with stages.reference.in_place():

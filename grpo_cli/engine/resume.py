@@ -15,14 +15,14 @@ from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.recipe.schema import Recipe
 
 _FIXED = (
-    "model.name_or_path",
-    "model.random_weights_seed",
-    "model.revision",
-    "model.tokenizer_name_or_path",
-    "model.dtype",
-    "model.lora",
-    "model.freeze",
-    "train.learning_rates",
+    *(
+        "model.name_or_path",
+        "model.random_weights_seed",
+        "model.revision",
+        "model.tokenizer_name_or_path",
+        "model.dtype",
+    ),
+    *("model.quantization", "model.bnb_4bit_", "model.lora", "model.freeze", "train.learning_rates"),
 )
 """The weights come from the checkpoint, so another value here could only seem to be obeyed; so does the optimizer, whose states are in
 the order that trained parts and those with learning rates of their own have given them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
+from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.export import restore
 from grpo_cli.engine.held_out import load_all_held_out, load_scorers
@@ -58,6 +59,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     """
     began = time.monotonic()
     quiet_libraries()
+    loaded = with_adapter_settings(loaded)
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
     # Told before anything is loaded, and before processes wait for each other in vLLM.

@@ -19,6 +19,7 @@ from grpo_cli.engine.state import RunState
 from grpo_cli.engine.step import StepGradient, gradient_metrics
 from grpo_cli.errors import CheckpointError, Interrupted, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Min, Sum, merge
+from grpo_cli.policy.adapter_dropout import dropped_inputs
 from grpo_cli.telemetry.recorder import Evaluation, Rollouts
 from grpo_cli.types import PolicyLogps, StepReport
 
@@ -74,7 +75,8 @@ class Trainer:
             with clock.phase("forward_backward"):
                 stages.weight_sync.rest()  # it may have evaluated since it last did
                 groups, logps = window.at(position)
-                gradient = stages.gradients.accumulate(stages.prepared, groups, logps)
+                with dropped_inputs(stages.policy.model, settings.seed, state.step - position):
+                    gradient = stages.gradients.accumulate(stages.prepared, groups, logps)
             self._watch_correction(gradient, logps)
             if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
                 window = window.with_old(0, gradient.logps())

@@ -6,7 +6,7 @@ from datasets import Dataset, IterableDataset
 
 from grpo_cli.data.image_columns import has_images
 from grpo_cli.errors import DataError
-from grpo_cli.policy.load import load_vision
+from grpo_cli.policy.load_vision import load_vision
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.processor import VisionProcessor
 

@@ -11,9 +11,10 @@ from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, count_engines, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
-from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights
+from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import prepared_location
+from grpo_cli.policy.quantization import DequantizedWeights
 from grpo_cli.recipe.addresses import is_loopback, server_addresses
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
@@ -171,7 +172,7 @@ def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
     # Weights that are cut into parts come in one stream, which all processes go through: the merged ones.
     if rank is None or inputs.strategy.spread.weight_parts > 1:
         return None
-    weights = inputs.strategy.named_weights(policy)
+    weights = DequantizedWeights(policy.model, inputs.strategy.named_weights(policy))
     return Adapters(
         below=checkpoint_names(policy.model, FrozenWeights(weights)),
         adapters=AdapterWeights(policy.model, weights),

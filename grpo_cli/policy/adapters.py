@@ -4,37 +4,28 @@ They live inside the model, put there by PEFT: the model keeps its class, and ev
 knows it still.
 """
 
+import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from grpo_cli.errors import CheckpointError, ModelError
+from grpo_cli.policy.adapter_dropout import DroppedInputs
+from grpo_cli.policy.adapter_targets import target_layers, whole_modules
+from grpo_cli.policy.adapter_weights import NAME
 from grpo_cli.recipe.schema import LoraSection
+from grpo_cli.sharding import whole_shape
 
-NAME = "default"
-"""What PEFT calls the adapter of a model that has one only."""
+REFERENCE = "reference"
+"""What the adapters are called that a run has gone on from, where they are the reference."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
-
-_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of a layer's experts."""
-
-_LINEAR = (nn.Linear, Conv1D)
-"""But not what is made of them: a router may be one that does something else."""
-
-_NAMES_IN_EXPERTS = frozenset(
-    {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-)
-
-_PARTS = ("lora_A", "lora_B")
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names in its files."""
@@ -43,8 +34,8 @@ _PREFIX = "base_model.model."
 def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = None) -> None:
     """Freeze a model's weights and put adapters beside them. At first they change nothing: one of each two matrices is 0.
 
-    There is no dropout on them: a token's log-probability would depend on which call computed it. They are trained in float32,
-    whatever the precision of the weights.
+    They are trained in float32, whatever the precision of the weights; copies of modules that are trained whole, in that of the weights.
+    Where a model's head is its embedding, both are trained as one.
 
     Args:
         model: A transformers model.
@@ -57,13 +48,17 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
     from peft import LoraConfig  # noqa: PLC0415  it takes a second to import, and most runs do without
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
-    wanted = _target_layers(model, section.target_modules)
+    wanted = target_layers(model, section.target_modules)
+    copied = whole_modules(model, section.modules_to_save, adapted=wanted)
     settings = LoraConfig(
         r=section.r,
         lora_alpha=section.alpha,
-        lora_dropout=0.0,
+        lora_dropout=section.dropout,
         use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
         target_modules=wanted,
+        modules_to_save=copied or None,
+        ensure_weight_tying=_has_tied_head(model) and _has_embedding(model, copied),
         revision=revision,
     )
     try:
@@ -79,43 +74,29 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
             f"model.lora.target_modules: PEFT cannot put adapters on these layers of {type(model).__name__}: {error}",
             hint="name other layers, such as [q_proj, v_proj]",
         ) from error
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
+    _train_in_float32(model)
+    if section.dropout:
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.lora_dropout[NAME] = DroppedInputs(section.dropout)
+
+
+def _train_in_float32(model: nn.Module) -> None:
+    """Make adapters float32."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name and parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()
 
 
-def _target_layers(model: Any, targets: Sequence[str]) -> list[str]:
-    """Give the whole names of the layers that get adapters.
-
-    In a mixture of experts `all-linear` leaves out routers and feed-forward layers, dense ones too: transformers keeps all experts of a
-    layer as one tensor, and PEFT takes a name such as `up_proj` for that.
-
-    Raises:
-        ModelError: If there are none, or one is not a linear layer of the model's body.
-    """
+def _has_tied_head(model: Any) -> bool:
     head = model.get_output_embeddings()
-    layers = [name for name, layer in model.named_modules() if type(layer) in _LINEAR and layer is not head]
-    if list(targets) == ["all-linear"]:
-        config = model.config.get_text_config()
-        is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)
-        return [name for name in layers if not (is_mixture and name.rpartition(".")[2] in _NAMES_IN_EXPERTS)]
-    known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-    found: dict[str, None] = {}
-    for target in targets:
-        matching = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")]
-        if not matching:
-            raise ModelError(
-                f"model.lora.target_modules: {type(model).__name__} has no layers called {target}",
-                hint=f"its linear layers are {known}",
-            )
-        wrong = next((name for name in matching if name not in layers), None)
-        if wrong is not None:
-            raise ModelError(
-                f"model.lora.target_modules: {wrong} gets no adapters; allowed: linear layers other than the head",
-                hint=f"which are {known}",
-            )
-        found |= dict.fromkeys(matching)
-    return list(found)
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _has_embedding(model: Any, names: list[str]) -> bool:
+    """Tell whether embedding or head are among some modules."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return any(model.get_submodule(name) in ends for name in names)
 
 
 def load_adapters(model: Any, folder: Path) -> None:
@@ -128,20 +109,81 @@ def load_adapters(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: If there are none, or they are others.
     """
+    saved = _saved(folder)
+    wanted = {_name_in_file(name): one for name, one in _trained(model)}
+    if {name: one.shape for name, one in saved.items()} != {name: whole_shape(one) for name, one in wanted.items()}:
+        raise CheckpointError(f"{folder} holds adapters of other layers or sizes than model.lora asks for")
+    for name, parameter in wanted.items():
+        _set(parameter, saved[name])
+
+
+def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a model's adapters as PEFT does, and modules that are trained whole with them.
+
+    Not by `save_pretrained`: of a head that is the embedding it leaves one out, without which PEFT does not load them.
+
+    Args:
+        model: With adapters.
+        folder: Where to; made if it is not there.
+        weights: Of what is trained, by name, if the model's own are in parts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[NAME].save_pretrained(folder)
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    found = {
+        f"{_PREFIX}{_name_in_file(name)}": parameter if weights is None else weights[first[parameter]]
+        for name, parameter in _trained(model)
+    }
+    # Clones, since a file cannot hold one tensor under two names.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
+    }
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give what is trained, under each name that it has."""
+    return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad)
+
+
+def _saved(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of adapters, under the names that the file has without PEFT's prefix."""
     if not (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(f"{folder} holds no adapters: its run trained all weights, without model.lora")
-    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
-    wanted = {name.replace(f".{NAME}.", "."): one for name, one in model.named_parameters() if one.requires_grad}
-    if {name: one.shape for name, one in saved.items()} != {name: one.shape for name, one in wanted.items()}:
-        raise CheckpointError(f"{folder} holds adapters of other layers or sizes than model.lora asks for")
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(saved[name])
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
+
+
+def _name_in_file(name: str) -> str:
+    """Name a trained parameter as PEFT's files do."""
+    name = name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def has_adapters(model: Any) -> bool:
     """Tell whether a transformers model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def keep_as_reference(model: Any) -> None:
+    """Keep a frozen copy of a model's adapters, and of modules that are trained whole, as they are now. See `with_reference_adapters`."""
+    settings = copy.deepcopy(model.peft_config[NAME])
+    settings.lora_dropout = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.add_adapter(settings, adapter_name=REFERENCE)
+    model.set_adapter(NAME)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    kept = dict(model.named_parameters())
+    for name, parameter in trained.items():
+        _set(kept[name.replace(f".{NAME}.", f".{REFERENCE}.")], parameter)
+
+
+def _set(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a value; DeepSpeed may have cut both."""
+    from peft.utils.integrations import gather_params_ctx  # noqa: PLC0415
+
+    with torch.no_grad(), gather_params_ctx([parameter], modifier_rank=0), gather_params_ctx([value]):
+        parameter.copy_(value)
 
 
 @contextmanager
@@ -150,9 +192,7 @@ def without_adapters(model: Any) -> Iterator[None]:
 
     PEFT's own way would also freeze them and thaw them again, which is lost on parameters that are cut into parts meanwhile.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415  it takes a second to import, and most runs do without
-
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    layers = _switches(model)
     for layer in layers:
         layer._disable_adapters = True  # noqa: SLF001
     try:
@@ -162,93 +202,32 @@ def without_adapters(model: Any) -> Iterator[None]:
             layer._disable_adapters = False  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class MergedWeights:
-    """A model's weights as one without adapters would have them to compute the same: W + scale * B @ A.
-
-    One layer at a time is merged, in the higher precision of the two.
-
-    Attributes:
-        model: The live model, for the scales.
-        named: Its weights under their names there, layer by layer; can be iterated again, and so can this.
-    """
-
-    model: nn.Module
-    named: Iterable[tuple[str, Tensor]]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Give names and tensors; those of layers without adapters are the model's own."""
-        layer, parts = "", dict[str, Tensor]()
-        for name, tensor in self.named:
-            owner, part = _split(name)
-            if parts and owner != layer:
-                yield from self._merged(layer, parts)
-                parts = {}
-            if owner is None:
-                yield name, tensor
-            else:
-                layer, parts[part] = owner, tensor
-        if parts:
-            yield from self._merged(layer, parts)
-
-    def _merged(self, layer: str, parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Merge one layer's weight, and give its bias as it is."""
-        module: Any = self.model.get_submodule(layer)
-        outer, inner = parts.pop("lora_B"), parts.pop("lora_A")
-        for name, tensor in parts.items():
-            if name != "weight":
-                yield f"{layer}.{name}", tensor
-                continue
-            change = module.scaling[NAME] * (outer @ inner)
-            yield f"{layer}.{name}", tensor + (change.t() if module.fan_in_fan_out else change)
+@contextmanager
+def with_reference_adapters(model: Any) -> Iterator[None]:
+    """Let a model compute with the adapters that `keep_as_reference` kept."""
+    layers = _switches(model)
+    for layer in layers:
+        layer._active_adapter = [REFERENCE]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._active_adapter = [NAME]  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenWeights:
-    """A model's weights without its adapters, under the names that they have in a model that has none.
+def _switches(model: nn.Module) -> list[Any]:
+    """List the modules that PEFT has put between a model and its layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415  it takes a second to import, and most runs do without
+    from peft.utils import ModulesToSaveWrapper  # noqa: PLC0415
 
-    Attributes:
-        named: All weights of the live model under their names there; can be iterated again, and so can this.
-    """
-
-    named: Iterable[tuple[str, Tensor]]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Give names and tensors."""
-        for name, tensor in self.named:
-            layer, part = _split(name)
-            if layer is None:
-                yield name, tensor
-            elif part not in _PARTS:
-                yield f"{layer}.{part}", tensor
+    return [one for one in model.modules() if isinstance(one, (BaseTunerLayer, ModulesToSaveWrapper))]
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """A model's adapters alone: their outcome is B @ A of what is given here.
-
-    Attributes:
-        model: The live model, for the scales.
-        named: Its weights under their names there; can be iterated again, and so can this.
-    """
-
-    model: nn.Module
-    named: Iterable[tuple[str, Tensor]]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Give names, such as `model.layers.0.mlp.up_proj.lora_A`, and tensors: A [r, inputs], and B [outputs, r] with the scale in it."""
-        for name, tensor in self.named:
-            layer, part = _split(name)
-            if layer is not None and part in _PARTS:
-                module: Any = self.model.get_submodule(layer)
-                yield f"{layer}.{part}", tensor * module.scaling[NAME] if part == "lora_B" else tensor
-
-
-def _split(name: str) -> tuple[str | None, str]:
-    """Split the name of a parameter of a layer with adapters into the layer's and `weight`, `bias`, `lora_A` or `lora_B`."""
-    for part in _PARTS:
-        layer, found, _ = name.partition(f".{part}.{NAME}.")
-        if found:
-            return layer, part
-    layer, found, part = name.partition(".base_layer.")
-    return (layer, part) if found else (None, name)
+def output_head(model: Any) -> nn.Module:
+    """Give the head that a model computes with now: it may be a copy that is trained whole."""
+    head: Any = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if copies is None:
+        return head  # type: ignore[no-any-return]
+    found: nn.Module = head.original_module if head.disable_adapters else copies[head.active_adapters[0]]
+    return found

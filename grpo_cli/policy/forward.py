@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy import shared_prefix
+from grpo_cli.policy.adapters import output_head
 from grpo_cli.policy.head import LogitScaling, statistics_of_logits, token_statistics
 from grpo_cli.policy.images import SegmentImages, nothing_seen
 from grpo_cli.policy.layout import Layout, SharedPrefix, completions_row, packed_row, padded_rows
@@ -208,8 +209,7 @@ class PolicyModel(nn.Module):
 
     @property
     def _head(self) -> nn.Module:
-        head: nn.Module = self.model.get_output_embeddings()
-        return head
+        return output_head(self.model)
 
     def _body(self, images: SegmentImages | None) -> Any:
         """Give what computes hidden states: the text model alone where there are no images.

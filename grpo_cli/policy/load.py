@@ -17,32 +17,34 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
 )
-from transformers.utils import cached_file
 
 from grpo_cli.errors import ModelError
 from grpo_cli.onednn import speed_up_linears
-from grpo_cli.policy.adapters import attach_adapters, has_adapters, load_adapters
+from grpo_cli.policy.adapter_settings import adapters_folder
+from grpo_cli.policy.adapters import attach_adapters, has_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
+from grpo_cli.policy.quantization import compute_with_rounded_weights, quantization_config
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.inputs import is_vision_language
-from grpo_cli.vision.processor import VisionProcessor
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
 """Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
 
 
 def load_model(
-    section: ModelSection, *, folder: Path, device: torch.device | str = "cpu", adapters: Path | None = None
+    section: ModelSection,
+    *,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    adapters: Path | None = None,
+    keeps_reference: bool = False,
 ) -> Any:
     """Load the causal or vision-language model that a recipe names, with adapters if it asks for them.
 
@@ -54,7 +56,8 @@ def load_model(
         section: The recipe's `model:`.
         folder: The recipe's folder, which relative paths start from.
         device: Where the model goes; on `meta` it has no weights, and nothing of them is read.
-        adapters: Folder of trained adapters; None: they start anew.
+        adapters: Folder of trained adapters; None: those that the recipe goes on from, or new ones.
+        keeps_reference: Whether those that the recipe goes on from are kept beside them (see `keep_as_reference`).
 
     Returns:
         A transformers model, weights in `section.dtype`.
@@ -63,33 +66,56 @@ def load_model(
         ModelError: If it is not found, is no language model, has no part that is to be frozen, does not load, or does not fit into the device's memory.
         CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
+    model = _read(section, folder, device)
+    if section.attn_implementation == "sdpa" and caps_attention(model.config):
+        model.set_attn_implementation("eager")
+    if section.lora is not None:
+        _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
+    freeze(model, section.freeze)
+    disable_dropout(model)
+    repair_generation_config(model)
+    compute_with_rounded_weights(model)
+    speed_up_linears(model)
+    return model.train()
+
+
+def _read(section: ModelSection, folder: Path, device: torch.device | str) -> Any:
+    """Read a model's weights, and refuse what cannot be trained. See `load_model`."""
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):
         make = _from_weights if section.random_weights_seed is None else _from_nothing
-        model = make(section, location, on_meta=torch.device(device).type == "meta")
-        model.to(device)
+        model = make(section, location, torch.device(device))
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
-            hint="name the model that they were trained on, or make a whole model with `grpo export --merge`; a run that trained them "
-            "goes on with --resume",
+            hint="name the model that they were trained on, and them as model.lora.adapter_name_or_path to go on from them; `grpo export "
+            "--merge` makes a whole model of both; a run that trained them goes on with --resume",
         )
     if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
         raise ModelError(
             f"model.dtype: {section.name_or_path} has float16 weights, whose gradients underflow in training",
             hint="set model.dtype to float32 (with train.bf16 to compute in bfloat16) or to bfloat16",
         )
-    if section.attn_implementation == "sdpa" and caps_attention(model.config):
-        model.set_attn_implementation("eager")
-    if section.lora is not None:
-        attach_adapters(model, section.lora, revision=section.revision)
-        if adapters is not None and model.device.type != "meta":
-            load_adapters(model, adapters)
-    freeze(model, section.freeze)
-    disable_dropout(model)
-    repair_generation_config(model)
-    speed_up_linears(model)
-    return model.train()
+    return model
+
+
+def _adapt(model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool) -> None:
+    """Put adapters on a model. See `load_model`."""
+    assert section.lora is not None
+    attach_adapters(model, section.lora, revision=section.revision)
+    begun = section.lora.adapter_name_or_path
+    if begun is not None and (adapters is None or keeps_reference):
+        _load_adapters(model, adapters_folder(begun, folder))
+    if keeps_reference:
+        keep_as_reference(model)
+    if adapters is not None:
+        _load_adapters(model, adapters)
+
+
+def _load_adapters(model: Any, folder: Path) -> None:
+    """Load adapters into a model that has weights."""
+    if model.device.type != "meta":
+        load_adapters(model, folder)
 
 
 def load_shapes(section: ModelSection, *, folder: Path) -> Any:
@@ -105,9 +131,9 @@ def load_shapes(section: ModelSection, *, folder: Path) -> Any:
     Raises:
         ModelError: If the configuration is not found, or is none of a causal language model.
     """
-    config = _load_config(section, folder)
+    config = load_config(section, folder)
     with explained(section.name_or_path), torch.device("meta"):
-        model = _class_for(config).from_config(config, trust_remote_code=section.trust_remote_code)
+        model = _class_of(config).from_config(config, trust_remote_code=section.trust_remote_code)
     return model.to(_weights_dtype(section, config))
 
 
@@ -117,40 +143,51 @@ def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
     Raises:
         ModelError: If the configuration is not found.
     """
-    return _weights_dtype(section, _load_config(section, folder))
+    return _weights_dtype(section, load_config(section, folder))
 
 
-def _from_weights(section: ModelSection, location: ModelLocation, *, on_meta: bool) -> Any:
+def _from_weights(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:
     """Load a model with its weights."""
-    # A folder of adapters alone has no configuration.
-    is_whole = not (Path(location.name_or_path) / ADAPTER_CONFIG).is_file()
-    kind = _class_for(_config_at(section, location)) if is_whole else AutoModelForCausalLM
-    return kind.from_pretrained(
+    quantization = quantization_config(section)
+    kind = model_class(location, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    model = kind.from_pretrained(
         location.name_or_path,
         revision=section.revision,
         dtype="auto" if section.dtype == "auto" else getattr(torch, section.dtype),
         attn_implementation=section.attn_implementation,
         trust_remote_code=section.trust_remote_code,
-        device_map="meta" if on_meta else None,
+        quantization_config=quantization,
+        # What is quantized is put on its device while it is loaded.
+        device_map=device if quantization is not None or device.type == "meta" else None,
     )
+    return model if quantization is not None else model.to(device)
 
 
-def _from_nothing(section: ModelSection, location: ModelLocation, *, on_meta: bool) -> Any:
+def _from_nothing(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:
     """Make a model of its configuration, with weights as its architecture starts them; the caller's random state is left alone."""
     assert section.random_weights_seed is not None
     config = _config_at(section, location)
-    with torch.random.fork_rng(devices=[]), torch.device("meta") if on_meta else nullcontext():
+    with torch.random.fork_rng(devices=[]), torch.device("meta") if device.type == "meta" else nullcontext():
         torch.default_generator.manual_seed(section.random_weights_seed)
-        return _class_for(config).from_config(
+        model = _class_of(config).from_config(
             config,
             dtype=_weights_dtype(section, config),
             attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
         )
+    return model.to(device)
 
 
-def _class_for(config: Any) -> Any:
-    """Give what makes a model of a configuration."""
+def model_class(location: ModelLocation, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Give what loads a model: a causal or a vision-language one."""
+    if (Path(location.name_or_path) / ADAPTER_CONFIG).is_file():  # adapters alone have no configuration
+        return AutoModelForCausalLM
+    return _class_of(
+        AutoConfig.from_pretrained(location.name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    )
+
+
+def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
@@ -160,7 +197,12 @@ def _config_at(section: ModelSection, location: ModelLocation) -> Any:
     )
 
 
-def _load_config(section: ModelSection, folder: Path) -> Any:
+def load_config(section: ModelSection, folder: Path) -> Any:
+    """Load the configuration of a recipe's model.
+
+    Raises:
+        ModelError: If it is not found.
+    """
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):
         return _config_at(section, location)
@@ -192,57 +234,17 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
             location.name_or_path, revision=revision, trust_remote_code=section.trust_remote_code
         )
     if section.chat_template_path is not None:
-        tokenizer.chat_template = _chat_template(section.chat_template_path, folder)
+        tokenizer.chat_template = read_chat_template(section.chat_template_path, folder)
     return tokenizer
 
 
-def _chat_template(path: str, folder: Path) -> str:
+def read_chat_template(path: str, folder: Path) -> str:
     """Read the recipe's chat template."""
     places = [base / Path(path).expanduser() for base in (folder, Path.cwd())]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ModelError(f"model.chat_template_path: {places[0]} does not exist")
     return found.read_text(encoding="utf-8")
-
-
-def load_vision(section: ModelSection, *, folder: Path) -> VisionProcessor | None:
-    """Load what prepares images for the recipe's model; None: it reads text only.
-
-    Raises:
-        ModelError: If the processor is not found, or needs a package that is not installed.
-    """
-    if not is_vision_language(_load_config(section, folder)):
-        return None
-    location = prepared_location(section.name_or_path, folder)
-    with explained(section.name_or_path):
-        processor = AutoProcessor.from_pretrained(
-            location.name_or_path,
-            revision=section.revision,
-            trust_remote_code=section.trust_remote_code,
-            **section.processor_kwargs,
-        )
-    if section.chat_template_path is not None:
-        processor.chat_template = _chat_template(section.chat_template_path, folder)
-    elif processor.chat_template is None:
-        processor.chat_template = processor.tokenizer.chat_template
-    return VisionProcessor(processor)
-
-
-def processor_files(section: ModelSection, *, folder: Path) -> dict[str, bytes]:
-    """Read the files of a vision-language model's processor, which a model that was trained needs as well; none for others.
-
-    They are taken as they are: the packages that a processor needs may be missing where nothing but text is trained on.
-    """
-    if not is_vision_language(_load_config(section, folder)):
-        return {}
-    location = prepared_location(section.name_or_path, folder)
-    found = {
-        name: cached_file(
-            location.name_or_path, name, revision=section.revision, _raise_exceptions_for_missing_entries=False
-        )
-        for name in _PROCESSOR_FILES
-    }
-    return {name: Path(path).read_bytes() for name, path in found.items() if path is not None}
 
 
 def disable_dropout(model: nn.Module) -> None:

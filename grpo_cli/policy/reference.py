@@ -1,13 +1,12 @@
-"""The reference of the KL term: a model of its own, frozen or following the policy from afar; or the policy without its adapters."""
+"""The reference of the KL term: a model of its own, frozen or following the policy from afar; or the policy with other adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from grpo_cli.policy.adapters import without_adapters
 from grpo_cli.policy.forward import PolicyModel
 
 Parts = Callable[[PolicyModel], Iterator[Tensor]]
@@ -45,26 +44,30 @@ class Reference(Protocol):
         ...
 
 
-class BaseModelReference:
-    """The policy with its adapters switched off: the model they were put on, without a second copy of its weights.
+class AdapterReference:
+    """The policy with other adapters than those that are trained, or with none: no second copy of the model's weights.
 
     Args:
         policy: The policy.
         prepared: What is called instead of it.
+        switched: Makes the context in which a model has the reference's adapters: `without_adapters` or `with_reference_adapters`.
     """
 
     moves = False
 
-    def __init__(self, policy: PolicyModel, prepared: nn.Module) -> None:
+    def __init__(
+        self, policy: PolicyModel, prepared: nn.Module, *, switched: Callable[[Any], AbstractContextManager[None]]
+    ) -> None:
         self.policy = policy
         self.prepared = prepared
+        self._switched = switched
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Switch the adapters off meanwhile."""
-        return without_adapters(self.policy.model)
+        """Switch the adapters meanwhile."""
+        return self._switched(self.policy.model)
 
     def mix_if_due(self, policy: PolicyModel, step: int, *, parts: Parts) -> None:
-        """Stay: what is below the adapters is frozen."""
+        """Stay: all of it is frozen."""
 
 
 class ReferenceModel:

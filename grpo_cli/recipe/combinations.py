@@ -10,6 +10,7 @@ from grpo_cli.recipe.eval_tasks import evaluation_tasks
 from grpo_cli.recipe.finding import Finding
 from grpo_cli.recipe.idle_settings import IDLE_CHECKS
 from grpo_cli.recipe.objective_rules import OBJECTIVE_CHECKS
+from grpo_cli.recipe.quantization_rules import QUANTIZATION_CHECKS
 from grpo_cli.recipe.reward_rules import REWARD_CHECKS
 from grpo_cli.recipe.schema import DatasetSection, Recipe
 from grpo_cli.recipe.vllm_rules import VLLM_CHECKS
@@ -172,6 +173,7 @@ CHECKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     warmup_is_clear,
     *EVAL_CHECKS,
     trackers_are_consistent,
+    *QUANTIZATION_CHECKS,
     *VLLM_CHECKS,
     *DISTRIBUTED_CHECKS,
 )

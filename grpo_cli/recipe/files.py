@@ -101,6 +101,7 @@ def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
     models = {
         "model.name_or_path": model.name_or_path,
         "model.tokenizer_name_or_path": model.tokenizer_name_or_path,
+        "model.lora.adapter_name_or_path": None if model.lora is None else model.lora.adapter_name_or_path,
     }
     for key, name in models.items():
         if name and name.startswith(_PACKAGE_PREFIX):

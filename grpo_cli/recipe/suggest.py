@@ -7,7 +7,7 @@ from grpo_cli.recipe.kinds import fields_of
 from grpo_cli.recipe.schema import VllmSection
 
 _BATCH = "batches are stated in prompts: `train.prompts_per_step`; memory: `train.micro_batch_tokens`"
-_ADAPTERS = "here it is `model.lora`, with the keys r, alpha, target_modules and use_rslora"
+_ADAPTERS = "here it is `model.lora`, with the same keys without `lora_`"
 
 OTHER_NAMES = {
     "batch_size": _BATCH,
@@ -38,6 +38,8 @@ OTHER_NAMES = {
     "model_name": "here it is `model.name_or_path`",
     "model_name_or_path": "here it is `model.name_or_path`",
     "model_revision": "here it is `model.revision`",
+    "load_in_4bit": "here it is `model.quantization: 4bit`",
+    "load_in_8bit": "here it is `model.quantization: 8bit`",
     "mu": "here it is `grpo.num_iterations`",
     "num_generations_eval": "here it is `eval.num_generations`",
     "optim": "the optimizer is AdamW; leave the key out",
@@ -54,6 +56,7 @@ OTHER_NAMES = {
     "stop_strings": "here it is `generation.stop`",
     "torch_dtype": "here it is `model.dtype`",
     "use_liger_kernel": "logits are never built as a whole; leave the key out",
+    "use_bnb_nested_quant": "here it is `model.bnb_4bit_use_double_quant`",
     "use_peft": _ADAPTERS,
     "use_vllm": "here it is `vllm.mode`: server or colocate",
     **{f"vllm_{name}": f"here it is `vllm.{name}`" for name in fields_of(VllmSection)},

@@ -19,15 +19,15 @@ import os
 import random
 import signal
 
-import numpy as np
-import torch
-
 
 def few_letters(completions, **_):
     return [-float(sum(letter.isalpha() for letter in text)) for text in completions]
 
 
 def noisy(completions, trainer_state, **_):
+    import numpy as np
+    import torch
+
     if str(trainer_state.global_step) == os.environ.get("STOP_WHILE_SCORING"):
         os.environ.pop("STOP_WHILE_SCORING")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import Experiment, assert_same_run, make_experiment, records, weights
-from many_processes import Launched, assert_close, launch, overrides, train_in
+from many_processes import Launched, assert_close, launch, overrides, train_in, train_in_forked
 from tiny_models import build_tiny_model
+from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
 from grpo_cli.recipe.load import load_recipe
@@ -36,6 +37,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
+    "adapters and more": {
+        "model.lora": "{r: 2, use_dora: true, dropout: 0.2, modules_to_save: [embed_tokens, model.norm]}",
+        "grpo.beta": 0.1,
+        "grpo.steps_per_generation": 2,
+    },
     "evaluated": {
         "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early], success: {reward: early}}, "
         "all: {name: data.jsonl}}",
@@ -82,7 +88,7 @@ def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def in_two(experiment: Experiment) -> Callable[[str], None]:
+def in_two(experiment: Experiment, warm: WarmStart) -> Callable[[str], None]:
     """Does all settings with a strategy in two processes, once."""
     build_tiny_model(experiment.folder / "experts", "qwen3_moe")
 
@@ -93,7 +99,7 @@ def in_two(experiment: Experiment) -> Callable[[str], None]:
             return
         tried.add(strategy)
         jobs = [(experiment.recipe, changes(experiment, name, strategy), None) for name in SETTINGS_OF[strategy]]
-        train_in(2, jobs, experiment.folder)
+        train_in_forked(warm, 2, jobs)
 
     return train
 
@@ -111,33 +117,27 @@ def test_two_processes_train_as_one(
     assert_close(experiment.output(f"{strategy}-{name}"), experiment.output(f"one-{name}"))
 
 
-def test_three_processes_with_less_work_than_processes_train_as_one(experiment: Experiment) -> None:
+def test_three_processes_with_less_work_than_processes_train_as_one(experiment: Experiment, warm: WarmStart) -> None:
     """Two completions a step: one process has nothing to do, and waits for nobody in vain."""
     few: dict[str, object] = {"train.prompts_per_step": 1, "grpo.num_generations": 2}
     run(load_recipe(experiment.recipe, overrides({**few, "train.output_dir": experiment.output("one-few")})))
-    train_in(
-        3, [(experiment.recipe, {**few, "train.output_dir": experiment.output("three-few")}, None)], experiment.folder
-    )
+    train_in_forked(warm, 3, [(experiment.recipe, {**few, "train.output_dir": experiment.output("three-few")}, None)])
     assert_close(experiment.output("three-few"), experiment.output("one-few"))
 
 
-def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(experiment: Experiment) -> None:
+def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(
+    experiment: Experiment, warm: WarmStart
+) -> None:
     shared: dict[str, object] = {"grpo.num_iterations": 2, "grpo.beta": 0.1}
 
     def job(output: str, resume: str | None, **more: object) -> tuple[Path, Mapping[str, object], str | None]:
         places = {"train.output_dir": experiment.output(output), "train.save_steps": 3}
         return experiment.recipe, {**shared, **places, **more}, resume
 
-    train_in(
-        2,
-        [
-            job("whole", None),
-            job("again", str(experiment.output("whole") / "checkpoints" / "step-000003")),
-        ],
-        experiment.folder,
-    )
+    begun = str(experiment.output("whole") / "checkpoints" / "step-000003")
+    train_in_forked(warm, 2, [job("whole", None), job("again", begun)])
     recipe, changed, _ = job("alone", None)
-    run(load_recipe(recipe, overrides(changed)), resume=str(experiment.output("whole") / "checkpoints" / "step-000003"))
+    run(load_recipe(recipe, overrides(changed)), resume=begun)
     whole, again, alone = (experiment.output(name) for name in ("whole", "again", "alone"))
     assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
     for name, value in weights(alone).items():

@@ -5,8 +5,8 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, assert_same_run, make_experiment
 from tiny_models import build_tiny_model
+from warm_start import WarmStart, warm_start
 
 from grpo_cli.engine.run import run
 from grpo_cli.engine.trainer import Trainer
@@ -120,42 +121,35 @@ def test_where_no_completion_fits_the_run_ends_with_what_it_has(
     assert_same_run(experiment.output("stopped"), experiment.output("whole"))
 
 
-# Runs the command, and says how much address space it took at most.
 COMMAND = """
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from grpo_cli.cli.app import main
+resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 try:
     main()
 finally:
     peak = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPeak")]
     print(peak[0], file=sys.stderr)
 """
+"""Runs the command, and says how much address space it took at most."""
 
 
-def command(experiment: Experiment, *changes: str, address_space: int | None = None) -> tuple[str, int]:
+@pytest.fixture
+def warm_frugal() -> Iterator[WarmStart]:
+    """Large blocks go back to the system as soon as they are free: what is counted is what is held, and not a heap's holes."""
+    blocks = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    with warm_start(environment={**os.environ, **blocks, "OMP_NUM_THREADS": "1"}) as start:
+        yield start
+
+
+def command(
+    warm: WarmStart, experiment: Experiment, *changes: str, address_space: int = resource.RLIM_INFINITY
+) -> tuple[str, int]:
     """Run `grpo train` in a process of its own and give what it printed, and its largest address space in bytes."""
-
-    def limit() -> None:
-        if address_space is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "train", str(experiment.recipe), *changes],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        preexec_fn=limit,
-        # Large blocks go back to the system as soon as they are free: what is counted is what is held, and not a heap's holes.
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MALLOC_ARENA_MAX": "1",
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "65536",
-        },
-    )
+    done = warm.run("train", experiment.recipe, *changes, program=COMMAND.format(limit=address_space), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     peak = re.search(r"VmPeak:\s+(\d+) kB", done.stderr)
     assert peak is not None
@@ -164,7 +158,7 @@ def command(experiment: Experiment, *changes: str, address_space: int | None = N
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
-def test_a_run_under_ulimit_finds_what_fits(tmp_path: Path) -> None:
+def test_a_run_under_ulimit_finds_what_fits(tmp_path: Path, warm_frugal: WarmStart) -> None:
     """A step of 16 prompts of 450 tokens. One at a time fits into the limit by construction, and all at once do not.
 
     The run that is told to take all at once comes down to what fits, and is then the run that was told so; the one that is told
@@ -181,21 +175,25 @@ def test_a_run_under_ulimit_finds_what_fits(tmp_path: Path) -> None:
     )
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    told, needed = command(experiment, "train.micro_batch_tokens=100", f"train.output_dir={tmp_path / 'small'}")
+    told, needed = command(
+        warm_frugal, experiment, "train.micro_batch_tokens=100", f"train.output_dir={tmp_path / 'small'}"
+    )
     assert "out of memory" not in told
     all_at_once = "train.micro_batch_tokens=100000"
-    told, peak = command(experiment, all_at_once, f"train.output_dir={tmp_path / 'free'}")
+    told, peak = command(warm_frugal, experiment, all_at_once, f"train.output_dir={tmp_path / 'free'}")
     assert "out of memory" not in told
     assert peak > needed + 200 * MIB, "the construction has no room between too little and enough"
     limit = needed + (peak - needed) // 2
 
-    told, _ = command(experiment, all_at_once, f"train.output_dir={tmp_path / 'limited'}", address_space=limit)
+    told, _ = command(
+        warm_frugal, experiment, all_at_once, f"train.output_dir={tmp_path / 'limited'}", address_space=limit
+    )
     lowered = re.findall(r"out of memory with a micro-batch of [\d,]+ tokens: .* they have ([\d,]+) at most", told)
     straight = f"train.micro_batch_tokens={lowered[-1].replace(',', '')}"
-    command(experiment, straight, f"train.output_dir={tmp_path / 'straight'}")
+    command(warm_frugal, experiment, straight, f"train.output_dir={tmp_path / 'straight'}")
     assert_same_run(tmp_path / "limited", tmp_path / "straight")
 
     automatic(experiment)
-    told, _ = command(experiment, f"train.output_dir={tmp_path / 'automatic'}", address_space=limit)
+    told, _ = command(warm_frugal, experiment, f"train.output_dir={tmp_path / 'automatic'}", address_space=limit)
     assert "out of memory" not in told
     assert re.search(r"micro-batches of (64|128|256|512) tokens \(automatic\)", told), told

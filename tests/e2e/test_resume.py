@@ -44,15 +44,15 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) ->
     monkeypatch.setattr(Trainer, "_train_step", train_step)
 
 
-def stop_at_every_step(experiment: Experiment, output: str) -> None:
+def stop_at_every_step(experiment: Experiment, output: str, changes: Mapping[str, object] | None = None) -> None:
     """Train with a stop after each step; the first and every later start is `--resume`."""
     for step in range(1, STEPS):
         with pytest.MonkeyPatch.context() as monkeypatch:
             stop_after(step, monkeypatch)
             with pytest.raises(Interrupted) as caught:
-                train(experiment, output, resume="newest")
+                train(experiment, output, changes, resume="newest")
             assert caught.value.exit_code == 143
-    train(experiment, output, resume="newest")
+    train(experiment, output, changes, resume="newest")
 
 
 def test_a_signal_that_slurm_repeats_does_not_cut_the_saving_off(

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment, records, weights
-from many_processes import Job, Launched, assert_close, overrides, train_in
+from many_processes import Job, Launched, assert_close, overrides, start_forked, train_in_forked
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
+from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
 from grpo_cli.recipe.load import load_recipe
@@ -51,7 +52,9 @@ MOVING: dict[str, object] = {
 """A window that is open at the checkpoint, and a reference that has moved."""
 
 
-def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experiment: Experiment) -> None:
+def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(
+    experiment: Experiment, warm: WarmStart
+) -> None:
     def job(strategy: str, output: str, begins: str | None = None) -> Job:
         changes = {**MOVING, **settings(strategy), "train.output_dir": experiment.output(output), "train.save_steps": 3}
         resume = None if begins is None else str(experiment.output(begins) / "checkpoints" / "step-000003")
@@ -73,7 +76,7 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experi
         job("fsdp2", "fsdp from fsdp", "fsdp"),
         job("deepspeed_zero3", "parts from fsdp", "fsdp"),
     ]
-    train_in(2, jobs, experiment.folder)
+    train_in_forked(warm, 2, jobs)
     alone(job("ddp", "copies from parts", "parts"))
 
     files = {path.name for path in (experiment.output("parts") / "checkpoints" / "step-000003").glob("optimizer*")}
@@ -101,7 +104,7 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(experi
     AutoModelForCausalLM.from_pretrained(experiment.output("parts") / "final")
 
 
-def test_one_process_is_a_group_of_its_own(experiment: Experiment) -> None:
+def test_one_process_is_a_group_of_its_own(experiment: Experiment, warm: WarmStart) -> None:
     """Its parts are everything, and still only a library can put them together."""
     places = {name: {"train.output_dir": experiment.output(f"alone {name}")} for name in ("ddp", "fsdp2", "zero3")}
     run(load_recipe(experiment.recipe, overrides({**MOVING, **places["ddp"]})))
@@ -109,22 +112,22 @@ def test_one_process_is_a_group_of_its_own(experiment: Experiment) -> None:
         (experiment.recipe, {**MOVING, **settings("fsdp2"), **places["fsdp2"]}, None),
         (experiment.recipe, {**MOVING, **settings("deepspeed_zero3"), **places["zero3"]}, None),
     ]
-    train_in(1, jobs, experiment.folder)
+    train_in_forked(warm, 1, jobs)
     for name in ("fsdp2", "zero3"):
         assert_close(experiment.output(f"alone {name}"), experiment.output("alone ddp"))
 
 
-def test_weights_that_rest_in_main_memory_train_as_others(experiment: Experiment) -> None:
+def test_weights_that_rest_in_main_memory_train_as_others(experiment: Experiment, warm: WarmStart) -> None:
     def job(output: str, resume: str | None, **more: object) -> Job:
         places = {"train.output_dir": experiment.output(output), "train.save_steps": 3}
         return experiment.recipe, {**MOVING, **settings("fsdp2"), **places, **more}, resume
 
     begun = str(experiment.output("offloaded") / "checkpoints" / "step-000003")
     offload: dict[str, object] = {"distributed.offload_params": True}
-    train_in(
+    train_in_forked(
+        warm,
         2,
         [job("kept", None), job("offloaded", None, **offload), job("offloaded again", begun, **offload)],
-        experiment.folder,
     )
     expected = weights(experiment.output("kept"))
     for name in ("offloaded", "offloaded again"):
@@ -136,18 +139,22 @@ def test_weights_that_rest_in_main_memory_train_as_others(experiment: Experiment
     # DeepSpeed's float32 copies are in the checkpoints.
     [("ddp", torch.float32), ("fsdp2", torch.float32), ("deepspeed_zero3", torch.bfloat16)],
 )
-def test_bfloat16_samples_and_trains_alike(experiment: Experiment, strategy: str, kind: torch.dtype) -> None:
+def test_bfloat16_samples_and_trains_alike(
+    experiment: Experiment, warm: WarmStart, strategy: str, kind: torch.dtype
+) -> None:
     """Groups go through the model in parts here, within one autocast."""
     output = experiment.output(f"bf16 {strategy}")
     changes = {"train.bf16": True, "train.max_steps": 2, **settings(strategy), "train.output_dir": output}
-    train_in(1 if strategy == "ddp" else 2, [(experiment.recipe, changes, None)], experiment.folder)
+    train_in_forked(warm, 1 if strategy == "ddp" else 2, [(experiment.recipe, changes, None)])
     assert {value.dtype for value in weights(output).values()} == {kind}
     difference = records(output)[0]["sampling/logp_difference/max"]
     assert 1e-5 < difference < 0.5  # two bfloat16 forwards round differently, and float32 ones would agree better
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(experiment: Experiment, family: str) -> None:
+def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(
+    experiment: Experiment, warm: WarmStart, family: str
+) -> None:
     """Whose reference is the policy without them: a forward of it must not freeze them."""
     changes: dict[str, object] = {
         "model.name_or_path": build_tiny_model(experiment.folder / family, family),
@@ -158,9 +165,7 @@ def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(experi
     }
     one, two = (experiment.output(f"{family} {name}") for name in ("one", "two"))
     run(load_recipe(experiment.recipe, overrides({**changes, "train.output_dir": one})))
-    train_in(
-        2, [(experiment.recipe, {**changes, **settings("fsdp2"), "train.output_dir": two}, None)], experiment.folder
-    )
+    train_in_forked(warm, 2, [(experiment.recipe, {**changes, **settings("fsdp2"), "train.output_dir": two}, None)])
     assert_close(two, one)
 
 
@@ -195,17 +200,17 @@ def test_a_killed_process_ends_the_others_within_seconds(experiment: Experiment,
     ],
 )
 def test_a_wrong_configuration_is_told_in_one_line(
-    experiment: Experiment, tmp_path: Path, config: object, message: str
+    experiment: Experiment, tmp_path: Path, warm: WarmStart, config: object, message: str
 ) -> None:
     (tmp_path / "wrong.json").write_text(json.dumps(config))
-    launched = Launched(
-        experiment,
-        "wrong",
-        "distributed.strategy=deepspeed_zero3",
-        f"distributed.deepspeed_config={tmp_path / 'wrong.json'}",
-    )
-    code, _, errors = launched.end()
-    assert code == 2
+    wrong = {
+        "train.output_dir": experiment.output("wrong"),
+        "distributed.strategy": "deepspeed_zero3",
+        "distributed.deepspeed_config": tmp_path / "wrong.json",
+    }
+    processes = start_forked(warm, 2, "train", experiment.recipe, *overrides(wrong))
+    errors = "".join(process.communicate(timeout=120)[1] for process in processes)
+    assert [process.returncode for process in processes] == [2, 2]
     assert message in errors
     assert errors.count("distributed.deepspeed_config") == 1
     assert "Traceback" not in errors

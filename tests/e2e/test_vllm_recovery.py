@@ -20,7 +20,7 @@ from e2e.test_vllm_train import (
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from vllm_server import VllmServer, free_port
-from warm_start import WarmStart
+from warm_start import WarmCommand, WarmStart
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,10 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory, warm_vllm: WarmStart) -> Path:
     """What a run of as many steps leaves behind, whose engine nobody kills."""
     experiment = make(tmp_path_factory.mktemp("undisturbed"), model, mode="colocate")
-    outcome = train(experiment, MORE)
+    outcome = train(experiment, MORE, warm=warm_vllm)
     assert outcome.returncode == 0, outcome.stderr
     return experiment.output()
 
@@ -65,7 +65,7 @@ def recoveries(experiment: Experiment) -> int:
     return sum(record.get("rollout/recoveries", 0) for record in records(experiment.output()))
 
 
-def server_of(process: subprocess.Popen[str]) -> psutil.Process:
+def server_of(process: subprocess.Popen[str] | WarmCommand) -> psutil.Process:
     """Find the server that a run has started, in whichever of its processes."""
     found = psutil.Process(process.pid).children(recursive=True)
     return next(one for one in found if "grpo_cli.rollout.vllm.served_process" in one.cmdline())
@@ -80,10 +80,10 @@ def engine_of(server: psutil.Process) -> psutil.Process:
 
 
 def test_a_started_server_is_started_again_and_the_run_is_the_same(
-    undisturbed: Path, model: Path, tmp_path: Path
+    undisturbed: Path, model: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     experiment = make(tmp_path, model, mode="server", start=True, server_port=free_port())
-    process = start(experiment, MORE)
+    process = warm.start("train", experiment.recipe, MORE, environment=environment(experiment))
     wait_for_steps(experiment.output(), 2, process)
     server_of(process).kill()
     done = len(records(experiment.output()))
@@ -99,12 +99,12 @@ def test_a_started_server_is_started_again_and_the_run_is_the_same(
     assert_nothing_is_left(experiment)
 
 
-def test_a_server_of_several_processes_is_started_again(model: Path, tmp_path: Path) -> None:
+def test_a_server_of_several_processes_is_started_again(model: Path, tmp_path: Path, warm_vllm: WarmStart) -> None:
     """One of them talks to it; all of them wait, and go on with the step that it was lost in."""
     # Fewer steps: two processes add gradients up in another order than one, and after many steps a token falls another way.
     fewer = f"train.max_steps={FEWER_STEPS}"
     undisturbed = make(tmp_path / "undisturbed", model, mode="colocate")
-    assert train(undisturbed, fewer).returncode == 0
+    assert train(undisturbed, fewer, warm=warm_vllm).returncode == 0
     experiment = make(tmp_path / "disturbed", model, mode="server", start=True, server_port=free_port())
     process = start(experiment, fewer, "--nproc", "2")
     wait_for_steps(experiment.output(), 2, process)

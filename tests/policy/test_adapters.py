@@ -13,10 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.errors import CheckpointError, ModelError
-from grpo_cli.policy.adapters import MergedWeights, attach_adapters, load_adapters
+from grpo_cli.policy.adapter_weights import MergedWeights
+from grpo_cli.policy.adapters import attach_adapters, load_adapters, save_adapters, without_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
-from grpo_cli.policy.reference import BaseModelReference
+from grpo_cli.policy.reference import AdapterReference
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
 
@@ -79,7 +80,7 @@ def test_in_a_mixture_of_experts_the_experts_get_none(tmp_path: Path) -> None:
     assert merged.keys() == dict(NamedWeights(plain)).keys()
     plain.load_state_dict(merged, strict=False)
     torch.testing.assert_close(logps(plain), logps(model), rtol=1e-5, atol=1e-5)
-    model.save_pretrained(tmp_path / "saved")
+    save_adapters(model, tmp_path / "saved")
     assert torch.equal(logps(adapted(folder, trained=tmp_path / "saved", r=2)), logps(model))
     with pytest.raises(ModelError, match=r"gets no adapters|has no layers|cannot put adapters"):
         adapted(folder, target_modules=["gate"])
@@ -112,7 +113,7 @@ def test_the_reference_is_the_model_without_them_and_they_are_back_afterwards(ti
     train_a_little(model)
     policy = PolicyModel(model, sampling=SAMPLING)
     changed = logps(model)
-    reference = BaseModelReference(policy, policy)
+    reference = AdapterReference(policy, policy, switched=without_adapters)
     with reference.in_place():
         assert torch.equal(logps(model), logps(plain))
     assert torch.equal(logps(model), changed)
@@ -123,7 +124,7 @@ def test_the_reference_is_the_model_without_them_and_they_are_back_afterwards(ti
 def test_what_a_checkpoint_holds_is_loaded_bit_for_bit(tiny_model_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_model_folder, r=2)
     train_a_little(model)
-    model.save_pretrained(tmp_path)
+    save_adapters(model, tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size < sum(path.stat().st_size for path in tiny_model_folder.iterdir()) / 2
     again = adapted(tiny_model_folder, trained=tmp_path, r=2)
@@ -134,7 +135,7 @@ def test_what_a_checkpoint_holds_is_loaded_bit_for_bit(tiny_model_folder: Path, 
 
 def test_adapters_of_another_kind_are_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
     model = adapted(tiny_model_folder, r=2)
-    model.save_pretrained(tmp_path / "saved")
+    save_adapters(model, tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"other layers or sizes than model\.lora asks for"):
         adapted(tiny_model_folder, trained=tmp_path / "saved", r=4)
     with pytest.raises(CheckpointError, match=r"other layers or sizes"):

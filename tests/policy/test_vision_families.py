@@ -17,7 +17,8 @@ from transformers import AutoProcessor
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.policy.load import load_model, load_vision
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.load_vision import load_vision
 from grpo_cli.policy.parts import parameters_of
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.recipe.schema import LoraSection, ModelSection

@@ -75,6 +75,8 @@ def automatic_strategy(recipe: Recipe, folder: Path, processes: Processes) -> tu
     """Choose between copies of everything and parts of it, and say why."""
     if processes.count == 1:
         return "ddp", "there is one process"
+    if recipe.model.quantization is not None:
+        return "ddp", "quantized weights are not cut into parts"
     memory = total_memory(processes.device)
     if memory is None:
         return "ddp", f"{processes.device} does not tell its memory"

@@ -123,8 +123,8 @@ class FullySharded:
         """Give every process its part of the first one's weights, one after another, and all of its buffers."""
         device, is_main = self._processes.device, self._processes.is_main
         if not is_main:
-            policy.to_empty(device="cpu" if self._offloads else device)
-            policy.model.tie_weights()
+            with _tied(policy):
+                policy.to_empty(device="cpu" if self._offloads else device)
         for name in weights:
             parameter = policy.get_parameter(name)
             part = _part(parameter)
@@ -230,6 +230,22 @@ def _mesh(processes: Processes) -> DeviceMesh:
     kind = processes.device.type
     group = torch.distributed.new_group(backend="gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl")
     return DeviceMesh.from_group(group, kind)
+
+
+@contextmanager
+def _tied(model: nn.Module) -> Iterator[None]:
+    """Let parameters that are one stay one, whatever is done to each place that they have: a model on `meta` would lose that.
+
+    Not by `tie_weights`, which does not find what adapters have a copy of.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    yield
+    for (first, first_name), *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(first, first_name))
 
 
 def _cut_modules(policy: nn.Module) -> list[FSDPModule]:

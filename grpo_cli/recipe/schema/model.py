@@ -20,6 +20,27 @@ class LoraSection:
         "and in a mixture of experts all but routers and feed-forward layers.",
     )
     use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
+    use_dora: bool = option(
+        False,
+        help="Train the length of each row of an adapted matrix apart from its direction (DoRA): slower, and at low ranks often closer to "
+        "training all weights. vLLM is then sent merged weights.",
+    )
+    dropout: float = option(
+        0.0,
+        minimum=0,
+        below=1,
+        help="Share of an adapter's inputs that are left out in training, drawn anew for each generation and the same for all its tokens.",
+    )
+    modules_to_save: list[str] = option(
+        factory=list,
+        help="Ends of the names of modules that are trained whole beside the adapters, such as `[embed_tokens, lm_head]`. vLLM is then sent "
+        "merged weights.",
+    )
+    adapter_name_or_path: str | None = option(
+        None,
+        help="Folder or hub id of adapters to go on from. They say r, alpha, target_modules, use_rslora, use_dora and modules_to_save, and the "
+        "reference of the KL term is the model with them as they are there.",
+    )
 
 
 @dataclass(kw_only=True)
@@ -46,6 +67,20 @@ class ModelSection:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa", help="Attention kernel, as transformers names it."
     )
+    quantization: Literal["4bit", "8bit"] | None = option(
+        None,
+        help="Keep the frozen weights of linear layers in so many bits, by bitsandbytes: 0.14 or 0.25 of their memory in float32. With "
+        "`lora` only, and with `distributed.strategy` ddp.",
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
+        "nf4", help="With `4bit`: levels at the quantiles of a normal distribution, or those of a 4-bit float."
+    )
+    bnb_4bit_use_double_quant: bool = option(
+        False, help="With `4bit`: round the scales, too. It saves 0.4 bits per weight."
+    )
+    bnb_4bit_compute_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", help="With `4bit`: what products are computed in. `auto`: as other layers."
+    )
     share_prefix: bool = option(
         True,
         help="Compute a prompt once for all its completions, in training and in the local engine. `false` repeats it in padded rows "
@@ -62,7 +97,7 @@ class ModelSection:
     freeze: list[str] = option(
         factory=list,
         help="Parts that are not trained: `vision_tower`, `projector` and `language_model` of a vision-language model, or names of "
-        "modules, such as `model.embed_tokens`.",
+        "modules, such as `lm_head`.",
     )
     lora: LoraSection | None = option(
         None,

@@ -93,11 +93,13 @@ def engine_arguments(
 def lora_rank_to_send(section: VllmSection, lora: LoraSection | None) -> int | None:
     """Give the rank of the adapters that vLLM, if it samples, is given as such; None: there are none, or they are merged into the weights.
 
+    It takes no magnitudes (DoRA), and no whole modules beside adapters.
+
     Args:
         section: The recipe's `vllm:`.
         lora: The recipe's `model.lora`.
     """
-    if lora is None or section.merge_adapters or room_for(lora.r) is None:
+    if lora is None or section.merge_adapters or lora.use_dora or lora.modules_to_save or room_for(lora.r) is None:
         return None
     return lora.r
 

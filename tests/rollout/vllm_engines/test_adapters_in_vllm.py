@@ -12,7 +12,7 @@ from optional_packages import needs_vllm
 
 from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.errors import TrainingError
-from grpo_cli.policy.adapters import AdapterWeights, FrozenWeights, MergedWeights
+from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights, MergedWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
 from grpo_cli.recipe.schema import LoraSection, ModelSection

@@ -1,0 +1,151 @@
+"""Frozen weights in 4 or 8 bits, by bitsandbytes (QLoRA, Dettmers et al. 2023): what adapters are trained on where memory is short.
+
+A layer computes with its weights as they are after rounding, brought back to a float for the time of the product. That is what a model
+with the rounded weights computes, whatever else is in the batch; so engines and exported models get those.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from grpo_cli.errors import ModelError
+from grpo_cli.recipe.schema import ModelSection
+
+QUANTIZATION_FILE = "quantization.json"
+"""Says beside adapters how the weights below were rounded; PEFT has no word for it."""
+
+_KEYS = ("dtype", "quantization", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+
+_MODULE = "bitsandbytes.nn.modules"
+
+
+def quantization_config(section: ModelSection) -> Any:
+    """Make what `from_pretrained` is told, or nothing.
+
+    Raises:
+        ModelError: If bitsandbytes is not installed.
+    """
+    if section.quantization is None:
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"model.quantization: found {section.quantization}, but bitsandbytes is not installed here",
+            hint='pip install "grpo-cli[quantization]"',
+        )
+    keep_bitsandbytes_quiet()
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415
+
+    if section.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = section.bnb_4bit_compute_dtype
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=section.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
+        # With auto, that of what comes in.
+        bnb_4bit_compute_dtype=None if compute == "auto" else getattr(torch, compute),
+    )
+
+
+def keep_bitsandbytes_quiet() -> None:
+    """Keep what it has to say about kernels that it could fetch from the hub out of the console; PEFT imports it wherever it is installed."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Tell whether a layer is a linear one with weights in 4 or 8 bits."""
+    kind = type(layer)
+    return kind.__module__ == _MODULE and kind.__name__ in ("Linear4bit", "Linear8bitLt")
+
+
+def dequantized(layer: Any) -> Tensor:
+    """Give the weights [outputs, inputs] that a quantized layer computes with, in the precision that they were rounded from, or float32."""
+    weight = layer.weight
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415  an optional dependency
+
+        found: Tensor = dequantize_4bit(weight.data, weight.quant_state)
+        return found
+    scales = weight.SCB if weight.SCB is not None else layer.state.SCB
+    # Each row has one scale: of its largest number, which became 127 (LLM.int8, Dettmers et al. 2022, eq. 2).
+    floats: Tensor = weight.data.float() * (scales.float() / 127)[:, None]
+    return floats
+
+
+def compute_with_rounded_weights(model: nn.Module) -> None:
+    """Let 8-bit layers multiply with their rounded weights.
+
+    bitsandbytes would round what comes in as well, but for columns that are large in any row: then a token's log-probability depends on
+    what else is in the batch, and is not that of any weights.
+    """
+    for layer in model.modules():
+        if is_quantized(layer) and type(layer).__name__ == "Linear8bitLt":
+            vars(layer)["forward"] = partial(_multiply, layer)
+
+
+def _multiply(layer: Any, inputs: Tensor) -> Tensor:
+    product: Tensor = _FrozenProduct.apply(inputs, layer)  # type: ignore[no-untyped-call]
+    return product if layer.bias is None else product + layer.bias.to(product.dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A product with frozen weights that are there as floats only while they are used."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        return nn.functional.linear(inputs.to(dtype), dequantized(layer).to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ dequantized(ctx.layer).to(gradient.dtype), None
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedWeights:
+    """A model's weights as floats; those that are not quantized pass through untouched.
+
+    Attributes:
+        model: The live model.
+        named: Its weights under their names there; can be iterated again, and so can this.
+    """
+
+    model: nn.Module
+    named: Iterable[tuple[str, Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Give names and tensors."""
+        for name, tensor in self.named:
+            owner, _, part = name.rpartition(".")
+            if part == "weight" and is_quantized(layer := self.model.get_submodule(owner)):
+                yield name, dequantized(layer)
+            else:
+                yield name, tensor
+
+
+def write_quantization(section: ModelSection, folder: Path) -> None:
+    """Write beside adapters how the weights below are rounded, if they are."""
+    if section.quantization is not None:
+        found = {key: getattr(section, key) for key in _KEYS}
+        (folder / QUANTIZATION_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def with_quantization(section: ModelSection, folder: Path) -> ModelSection:
+    """Say how the weights below the adapters of a folder are rounded, which may be not at all."""
+    path = folder / QUANTIZATION_FILE
+    if not path.is_file():
+        return replace(section, quantization=None)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return replace(section, **{key: found[key] for key in _KEYS})
