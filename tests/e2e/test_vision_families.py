@@ -115,7 +115,8 @@ def plain_logps(model: Any, processor: Any, row: int, completion: Sequence[int])
             0, ids.shape[1] - 1 : -1
         ]
     logits[:, list(placeholder_ids(model.config))] = -torch.inf
-    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    return found
 
 
 @pytest.mark.slow
