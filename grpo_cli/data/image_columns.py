@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from datasets import Dataset, Image, IterableDataset, LargeList, List
@@ -23,8 +23,9 @@ def has_images(rows: Dataset | IterableDataset) -> bool:
         return True
     if PROMPT not in names:
         return False
-    seen = rows.select_columns([PROMPT])
-    return any(_has_place(row[PROMPT]) for row in islice(seen, _ROWS_SEEN))
+    seen = (row[PROMPT] for row in islice(rows.select_columns([PROMPT]), _ROWS_SEEN))
+    messages = takewhile(lambda prompt: not isinstance(prompt, str), seen)  # a column of strings has no messages
+    return any(_has_place(prompt) for prompt in messages)
 
 
 def undecoded(rows: _RowsT) -> _RowsT:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from grpo_cli.telemetry.files import disk_errors, write_whole
 from grpo_cli.telemetry.records import Evaluation, Rollouts
 from grpo_cli.telemetry.thumbnails import marked, thumbnail_column
-from grpo_cli.types import IMAGES, ScoredGroup
+from grpo_cli.types import IMAGE, IMAGES, ScoredGroup
 
 _INT64 = range(-(2**63), 2**63)
 _STEP = re.compile(r"(\d+)\.parquet$")
@@ -77,12 +77,13 @@ def completion_table(
         advantages: One per row, in training.
 
     Returns:
-        Columns step, prompt_uid, index, prompt, images (thumbnails, if a prompt has some), completion, finish_reason, num_tokens,
+        Columns step, prompt_uid, index, prompt, images (thumbnails, if the dataset has some), completion, finish_reason, num_tokens,
         policy_version, reward/{name}, advantage (if given), and those that reward functions logged; `extra/` stands before a logged name that is taken. A reward that did
         not apply is null, and so is a logged column in groups that did not log it.
     """
     rows = [(one.group.prompt, completion) for one in scored for completion in one.group.completions]
-    has_images = any(prompt.images for prompt, _ in rows)
+    # By the dataset, so that all files of a run have the same columns.
+    has_images = any(name in prompt.row for prompt, _ in rows for name in (IMAGE, IMAGES))
     columns = {
         "step": pa.array([step] * len(rows), pa.int64()),
         "prompt_uid": pa.array([prompt.uid for prompt, _ in rows], pa.string()),

@@ -1,5 +1,6 @@
 """The same run in one process and in several: the same numbers, the same files, and one voice."""
 
+import json
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.experiment import Experiment, assert_same_run, make_experiment, records, weights
+from e2e.experiment import WORDS, Experiment, assert_same_run, make_experiment, records, weights
 from many_processes import Launched, assert_close, launch, overrides, train_in, train_in_forked
 from tiny_models import build_tiny_model
+from tiny_vision_models import build_tiny_vision_model
+from vision_prompts import PICTURES
 from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
@@ -41,6 +44,17 @@ SETTINGS: dict[str, dict[str, object]] = {
         "model.lora": "{r: 2, use_dora: true, dropout: 0.2, modules_to_save: [embed_tokens, model.norm]}",
         "grpo.beta": 0.1,
         "grpo.steps_per_generation": 2,
+    },
+    # Not every process has an image in each of its micro-batches.
+    "images": {
+        "dataset.name": "images.jsonl",
+        "dataset.conversational": True,
+        "rewards.reward_funcs": "[my_rewards.noisy, rewards.length.num_characters]",
+        "grpo.beta": 0.1,
+        "grpo.steps_per_generation": 2,
+        "model.freeze": "[lm_head]",
+        "train.learning_rates": "{vision_tower: 0.0001}",
+        "train.micro_batch_tokens": 96,
     },
     "evaluated": {
         "eval.datasets": "{letters: {name: data.jsonl, reward_funcs: [my_rewards.early], success: {reward: early}}, "
@@ -84,6 +98,8 @@ def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
         found |= {"distributed.strategy": where}
     if name == "experts":  # some of which no token of a process goes to
         found["model.name_or_path"] = experiment.folder / "experts"
+    if name == "images":
+        found["model.name_or_path"] = experiment.folder / "seeing"
     return found
 
 
@@ -91,6 +107,13 @@ def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
 def in_two(experiment: Experiment, warm: WarmStart) -> Callable[[str], None]:
     """Does all settings with a strategy in two processes, once."""
     build_tiny_model(experiment.folder / "experts", "qwen3_moe")
+    build_tiny_vision_model(experiment.folder / "seeing", "qwen2_5_vl")
+    rows = [
+        {"prompt": word, "images": [f"{place}.png" for place in range(number % 3)]} for number, word in enumerate(WORDS)
+    ]
+    (experiment.folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for place, content in enumerate(PICTURES):
+        (experiment.folder / f"{place}.png").write_bytes(content)
 
     tried = set[str]()
 

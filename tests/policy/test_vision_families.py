@@ -13,6 +13,7 @@ from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
 from torch import nn
 from transformers import AutoProcessor
+from vision_prompts import PICTURES
 
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
@@ -37,19 +38,6 @@ ONE, TWO, NONE = (
     ]
     for count in (1, 2, 0)
 )
-
-
-@pytest.fixture(scope="module")
-def pictures() -> tuple[bytes, ...]:
-    """Images of random colours, of which no two are alike."""
-    return tuple(_png(number, size) for number, size in enumerate([(24, 16), (10, 30)]))
-
-
-def _png(seed: int, size: tuple[int, int]) -> bytes:
-    target = io.BytesIO()
-    colours = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    Image.fromarray(colours.numpy()).save(target, format="PNG")
-    return target.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +83,13 @@ def own_call(model: Any, questions: Sequence[Question]) -> tuple[torch.Tensor, t
     return torch.cat(logps), torch.cat(entropies)
 
 
-def asked(folder: Path, pictures: tuple[bytes, ...]) -> list[Question]:
+def asked(folder: Path) -> list[Question]:
     """Give one image, none, and two, one of them as before."""
-    opened = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+    opened = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in PICTURES[:2]]
     return [
-        question(folder, ONE, pictures[:1], opened[:1]),
+        question(folder, ONE, PICTURES[:1], opened[:1]),
         question(folder, NONE, (), ()),
-        question(folder, TWO, pictures[:2], opened[:2]),
+        question(folder, TWO, PICTURES[:2], opened[:2]),
     ]
 
 
@@ -154,7 +142,6 @@ def test_statistics_and_gradients_are_those_of_the_models_own_calls(
     checkpointing: Checkpointing,
     adapted: bool,
     vision_folder: Callable[[str], Path],
-    pictures: tuple[bytes, ...],
 ) -> None:
     folder = vision_folder(family)
     section = ModelSection(
@@ -164,7 +151,7 @@ def test_statistics_and_gradients_are_those_of_the_models_own_calls(
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # 0 at first, so that nothing would be seen of the adapters
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
-    questions = asked(folder, pictures)
+    questions = asked(folder)
     expected_logps, expected_entropies = own_call(model, questions)
     weights = torch.linspace(-1, 1, len(expected_logps))
     backward(expected_logps, weights)
@@ -181,29 +168,25 @@ def test_statistics_and_gradients_are_those_of_the_models_own_calls(
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_the_start_up_check_lets_images_be_shared(
-    family: str, *, vision_folder: Callable[[str], Path], pictures: tuple[bytes, ...]
-) -> None:
+def test_the_start_up_check_lets_images_be_shared(family: str, *, vision_folder: Callable[[str], Path]) -> None:
     folder = vision_folder(family)
     section = ModelSection(name_or_path=str(folder))
     policy = PolicyModel(
         load_model(section, folder=folder), sampling=SAMPLING, vision=load_vision(section, folder=folder)
     )
-    segments = tuple(one.segment for one in asked(folder, pictures))
+    segments = tuple(one.segment for one in asked(folder))
     assert choose_forward(policy, segments) == []
     assert policy.shares_prefix
     assert policy.splits_prompts
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_an_image_is_encoded_once_for_its_group(
-    family: str, *, vision_folder: Callable[[str], Path], pictures: tuple[bytes, ...]
-) -> None:
+def test_an_image_is_encoded_once_for_its_group(family: str, *, vision_folder: Callable[[str], Path]) -> None:
     folder = vision_folder(family)
     section = ModelSection(name_or_path=str(folder))
     model = load_model(section, folder=folder)
     policy = PolicyModel(model, sampling=SAMPLING, vision=load_vision(section, folder=folder))
-    segments = (asked(folder, pictures)[0].segment,)
+    segments = (asked(folder)[0].segment,)
     fed: list[int] = []
     tower = next(
         module for name, module in model.named_modules() if name.endswith(("vision_tower", "visual", "vision_model"))

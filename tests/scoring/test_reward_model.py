@@ -174,3 +174,11 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         load(tmp_path / "nothing")
     assert caught.value.message.startswith(f"reward model {tmp_path / 'nothing'}: cannot load it: ")
     assert "\n" not in caught.value.message
+
+
+def test_a_reward_model_reads_the_texts_of_prompts_with_images(llama: Path) -> None:
+    model = load_reward_model(str(llama), folder=Path(), device="cpu")
+    parts = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in PROMPTS]
+    assert model(prompts=parts, completions=CHAT_COMPLETIONS) == model(
+        prompts=CHAT_PROMPTS, completions=CHAT_COMPLETIONS
+    )

@@ -27,7 +27,7 @@ def make_scored() -> GroupMaker:
         stopped: Sequence[bool] | None = None,
         extras: Mapping[str, tuple[Any, ...]] | None = None,
         dropped: bool = False,
-        images: Sequence[bytes] = (),
+        images: Sequence[bytes] | None = None,
     ) -> ScoredGroup:
         lengths = lengths or [3] * len(texts)
         stopped = stopped or [True] * len(texts)
@@ -42,9 +42,8 @@ def make_scored() -> GroupMaker:
             )
             for index, (text, length, stop) in enumerate(zip(texts, lengths, stopped, strict=True))
         )
-        asked = Prompt(
-            uid=PromptId(uid), ids=(1, 2), text=prompt, messages=None, row={"prompt": prompt}, images=tuple(images)
-        )
+        row = {"prompt": prompt} | ({} if images is None else {"images": list(images)})
+        asked = Prompt(uid=PromptId(uid), ids=(1, 2), text=prompt, messages=None, row=row, images=tuple(images or ()))
         return ScoredGroup(
             group=Group(prompt=asked, completions=completions),
             rewards=torch.tensor(rewards, dtype=torch.float32),

@@ -59,7 +59,7 @@ def test_datasets_shows_the_images_of_a_completion_file(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     groups = [
         make_scored(["a", "b"], [[1.0], [0.5]], images=[picture(8, 12), picture(200, 100)]),
-        make_scored(["c"], [[0.0]], uid="0:1"),
+        make_scored(["c"], [[0.0]], uid="0:1", images=[]),
     ]
     rollouts = Rollouts(scored=groups, advantages=[torch.zeros(2), torch.zeros(1)])
     CompletionFiles(tmp_path, ["length"]).write_training(3, rollouts)
@@ -67,6 +67,14 @@ def test_datasets_shows_the_images_of_a_completion_file(
     rows = load_dataset("parquet", data_files=str(path), split="train")
     assert [[image.size for image in row["images"]] for row in rows] == [[(12, 8), (48, 96)]] * 2 + [[]]
     assert rows["completion"][:] == ["a", "b", "c"]
+
+
+def test_the_files_of_a_run_with_images_have_the_same_columns(make_scored: Maker) -> None:
+    tables = [
+        completion_table([make_scored(["a"], [[1.0]], images=images)], ["r"], step=1)
+        for images in ([picture(4, 4)], [])
+    ]
+    assert tables[0].schema.equals(tables[1].schema, check_metadata=True)
 
 
 def test_a_file_of_a_text_run_has_no_column_for_images(make_scored: Maker) -> None:
