@@ -32,9 +32,12 @@ LINKED = {
     "vllm",
     "lora",
     "reasoning",
+    "vlm",
+    "vlm_tiny",
     "qwen2.5-72b",
 }
-GENERATED = "grpo_cli.data.reasoning.questions"
+GENERATED = {"grpo_cli.data.reasoning.questions": "reasoning_gym", "grpo_cli.data.digits.pictures": "sklearn"}
+"""What makes rows without a network, and the package that it needs."""
 
 UNCONFINED = bool(choose(Limits()).open)
 
@@ -57,13 +60,17 @@ def is_bundled(loaded: LoadedRecipe) -> bool:
     return (loaded.folder / loaded.recipe.dataset.name).is_file()
 
 
+def is_model_bundled(loaded: LoadedRecipe) -> bool:
+    return (loaded.folder / loaded.recipe.model.name_or_path).is_dir()
+
+
 def columns(loaded: LoadedRecipe) -> Iterable[str]:
     """What a recipe's rows are known to have: bundled and generated ones are looked at, those of a hub are not."""
     if is_bundled(loaded):
         return bundled_rows(loaded)[0]
-    if loaded.recipe.dataset.name != GENERATED:
+    if loaded.recipe.dataset.name not in GENERATED:
         return loaded.recipe.dataset.columns
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip(GENERATED[loaded.recipe.dataset.name])
     return load_rows(loaded.recipe.dataset, folder=loaded.folder).column_names or ()
 
 
@@ -111,6 +118,7 @@ def test_bundled_rows_are_different_prompts_of_one_shape(name: str) -> None:
 def test_every_bundled_file_belongs_to_a_recipe() -> None:
     loaded = [load_recipe(path) for path in PATHS]
     named = {(one.folder / one.recipe.dataset.name).resolve() for one in loaded if is_bundled(one)}
+    named |= {(one.folder / one.recipe.model.name_or_path).resolve() for one in loaded if is_model_bundled(one)}
     assert named == {path.resolve() for path in (RECIPES / "data").iterdir()}
 
 
