@@ -88,7 +88,7 @@ def load_model(
         _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
     disable_dropout(model)
     repair_generation_config(model)
-    compute_with_rounded_weights(model)
+    compute_with_rounded_weights(model, section)
     speed_up_linears(model)
     return model.train()
 

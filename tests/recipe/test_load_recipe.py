@@ -43,7 +43,7 @@ train:
 
 EVERYTHING_REPORTED = """\
 many.yaml:3: model.dtyp: unknown key; allowed in `model`: name_or_path, revision, tokenizer_name_or_path, dtype, \
-attn_implementation, share_prefix, trust_remote_code, chat_template_path, lora (did you mean `dtype`?)
+attn_implementation, quantization, bnb_4bit_quant_type, bnb_4bit_use_double_quant, bnb_4bit_compute_dtype, share_prefix, trust_remote_code, chat_template_path, lora (did you mean `dtype`?)
 many.yaml:4: num_generations: unknown key; allowed in the recipe: run_name, model, dataset, rewards, grpo, generation, vllm, train, \
 eval, distributed, logging (did you mean `grpo.num_generations`?)
 many.yaml:7: dataset.max_rows: found 3 rows, but one step takes 4 prompts by `train.prompts_per_step` (use more rows, or lower \
