@@ -55,22 +55,7 @@ def load_model(
         ModelError: If it is not found, is no causal language model, does not load, or does not fit into the device's memory.
         CheckpointError: If the trained adapters are not there, or others than the recipe asks for.
     """
-    location = prepared_location(section.name_or_path, folder)
-    dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
-    quantization = quantization_config(section)
-    with explained(section.name_or_path):
-        model = AutoModelForCausalLM.from_pretrained(
-            location.name_or_path,
-            revision=section.revision,
-            dtype=dtype,
-            attn_implementation=section.attn_implementation,
-            trust_remote_code=section.trust_remote_code,
-            quantization_config=quantization,
-            # What is quantized is put on its device while it is loaded.
-            device_map=device if quantization is not None or torch.device(device).type == "meta" else None,
-        )
-        if quantization is None:
-            model.to(device)
+    model = _from_pretrained(section, folder, device)
     if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
         raise ModelError(
             f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
@@ -91,6 +76,27 @@ def load_model(
     compute_with_rounded_weights(model, section)
     speed_up_linears(model)
     return model.train()
+
+
+def _from_pretrained(section: ModelSection, folder: Path, device: torch.device | str) -> Any:
+    """Load a model as it is in its files, but for the precision of its weights. See `load_model`."""
+    location = prepared_location(section.name_or_path, folder)
+    dtype = "auto" if section.dtype == "auto" else getattr(torch, section.dtype)
+    quantization = quantization_config(section)
+    with explained(section.name_or_path):
+        model = AutoModelForCausalLM.from_pretrained(
+            location.name_or_path,
+            revision=section.revision,
+            dtype=dtype,
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+            quantization_config=quantization,
+            # What is quantized is put on its device while it is loaded.
+            device_map=str(device) if quantization is not None or torch.device(device).type == "meta" else None,
+        )
+        if quantization is None:
+            model.to(device)
+    return model
 
 
 def _adapt(model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool) -> None:
@@ -183,7 +189,8 @@ def load_tokenizer(section: ModelSection, *, folder: Path) -> Any:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, LoRA's included, and with it layer skipping and router noise.
+    """Set every dropout probability to 0, PEFT's included (adapters have another, see `adapter_dropout`), and with it layer skipping and
+    router noise.
 
     With dropout the log-probability of a token depends on which call computed it, and the importance ratio of an unchanged
     policy would not be 1. Some families keep the probability as a number on a module and call `F.dropout`, some read it from

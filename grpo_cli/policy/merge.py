@@ -13,7 +13,6 @@ from grpo_cli.policy.load import explained, load_model, prepared_location, repai
 from grpo_cli.policy.quantization import (
     QUANTIZATION_FILE,
     DequantizedWeights,
-    keep_bitsandbytes_quiet,
     with_quantization,
 )
 from grpo_cli.recipe.schema import ModelSection
@@ -34,7 +33,6 @@ def merged_model(folder: Path, *, base: str | None = None) -> Any:
         ModelError: If there are no adapters, or the model below is not found or another one.
     """
     keep_deepspeed_quiet()
-    keep_bitsandbytes_quiet()
     from peft import PeftModel  # noqa: PLC0415  it takes a second to import
 
     if not (folder / CONFIG_FILE).is_file():

@@ -5,7 +5,6 @@ with the rounded weights computes, whatever else is in the batch; so engines and
 """
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ def quantization_config(section: ModelSection) -> Any:
             f"model.quantization: found {section.quantization}, but bitsandbytes is not installed here",
             hint='pip install "grpo-cli[quantization]"',
         )
-    keep_bitsandbytes_quiet()
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
     if section.quantization == "8bit":
@@ -55,11 +53,6 @@ def quantization_config(section: ModelSection) -> Any:
         bnb_4bit_quant_type=section.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
     )
-
-
-def keep_bitsandbytes_quiet() -> None:
-    """Keep what it has to say about kernels that it could fetch from the hub out of the console; PEFT imports it wherever it is installed."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def is_quantized(layer: nn.Module) -> bool:

@@ -31,6 +31,7 @@ LINKED = {
     "code",
     "vllm",
     "lora",
+    "qlora",
     "reasoning",
     "qwen2.5-72b",
 }
