@@ -1,5 +1,6 @@
 """The `grpo` command, and the one place where errors become messages and exit codes."""
 
+import logging
 import os
 import sys
 import time
@@ -75,6 +76,8 @@ app.add_typer(reward, name="reward")
 def main() -> None:
     """Run the command line; the exit code says what kind of error it was (see `grpo_cli.errors`)."""
     options = _Options()
+    # PEFT, and so transformers, imports it wherever it is installed, and it would tell of kernels that it could fetch from the hub.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app(with_resume_value(_debug_first(sys.argv[1:])), obj=options)
     except (GrpoError, Interrupted) as error:

@@ -5,13 +5,10 @@ import logging
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.policy.quantization import keep_bitsandbytes_quiet
-
 
 def quiet_libraries() -> None:
     """Keep progress bars and notices of libraries out of the console; their errors still come as exceptions."""
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    keep_bitsandbytes_quiet()
     logging.getLogger("accelerate").setLevel(logging.ERROR)

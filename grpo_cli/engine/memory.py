@@ -267,7 +267,7 @@ def _in_use(policy: PolicyModel, size: int, train: TrainSection) -> int:
 def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
     """Bytes of what is whole while it is used, where weights are cut into parts."""
     if spread.weight_parts == 1 and not spread.offload_params:
-        return 0
+        return _unpacked(policy, train)
     sizes = [sum(map(whole_bytes, layer.parameters())) for layer in layers_of(policy)]
     outside = sum(map(whole_bytes, policy.parameters())) - sum(sizes)
     largest = max(sizes, default=0)
@@ -280,13 +280,19 @@ def _gathered(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
     return _in_use(policy, 2 * (outside + largest) + 3 * largest, train) + _float32(policy, max(outside, largest))
 
 
+def _unpacked(policy: PolicyModel, train: TrainSection) -> int:
+    """Bytes of the largest of the quantized matrices as floats, which it is while it is multiplied with."""
+    packed = (whole_shape(one).numel() for one in policy.parameters() if not one.is_floating_point())
+    return max(packed, default=0) * _value_bytes(policy, train)
+
+
 def _sampled(policy: PolicyModel, train: TrainSection, spread: Spread, device: torch.device) -> int:
     """Bytes of what the built-in engine has of the weights while it samples."""
     whole = _in_use(policy, sum(map(whole_bytes, policy.parameters())), train) if spread.weight_parts > 1 else 0
     if device.type != "cpu" or _precision(policy, train, spread) != "float32" or not is_faster():
         return whole
     in_layers = (one for layer in layers_of(policy) for one in layer.parameters())
-    return whole + sum(whole_bytes(one) for one in in_layers if len(whole_shape(one)) == 2)
+    return whole + sum(whole_bytes(one) for one in in_layers if len(whole_shape(one)) == 2 and one.is_floating_point())
 
 
 def _float32(policy: PolicyModel, size: int) -> int:

@@ -23,9 +23,11 @@ from grpo_cli.policy.adapters import attach_adapters
 from grpo_cli.policy.checkpointing import possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_shapes, load_tokenizer
+from grpo_cli.policy.quantization import plan_quantization
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.vllm.arguments import resolved_dtype
+from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.types import Sampling
 
 
@@ -136,7 +138,7 @@ def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder:
         checkpointing=checkpointing,
     )
     return TrainingPlan(
-        parameters=sum(one.numel() for one in policy.parameters()),
+        parameters=sum(whole_shape(one).numel() for one in policy.parameters()),
         trained_parameters=sum(one.numel() for one in policy.parameters() if one.requires_grad),
         dtype=next(policy.parameters()).dtype,
         spread=spread,
@@ -162,7 +164,9 @@ def _spread(recipe: Recipe, model: Any, machine: Machine, folder: Path) -> tuple
     section, processes = recipe.distributed, machine.processes
     name: str = section.strategy
     reason = None
-    if name == "auto":
+    if name == "auto" and recipe.model.quantization is not None:
+        name, reason = "ddp", "quantized weights are not cut into parts"
+    elif name == "auto":
         memory = None if machine.memory is None else training_memory(recipe.vllm, machine.memory, machine.device)
         name, reason = preferred_strategy(copy_bytes(recipe, model), memory, processes)
     has_own_memory = machine.device.type != "cpu"
@@ -182,7 +186,7 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
     """Count what a process has to do, with the budgets that a run would find."""
     train, vllm = recipe.train, _vllm_bytes(recipe, policy, machine)
     models = 2 if _has_second_model(recipe) else 1
-    held = models * sum(one.nbytes for one in policy.parameters()) // spread.weight_parts
+    held = models * sum(map(whole_bytes, policy.parameters())) // spread.weight_parts
     awake = 0 if recipe.vllm.enable_sleep_mode else vllm or 0
     free = None if machine.memory is None else machine.memory - held - awake
     budget = train.micro_batch_tokens
@@ -205,6 +209,7 @@ def _policy(recipe: Recipe, model: Any) -> PolicyModel:
     model = copy.deepcopy(model)
     if recipe.model.lora is not None:
         attach_adapters(model, recipe.model.lora)
+        plan_quantization(model, recipe.model)
     return PolicyModel(model, sampling=Sampling(stop_ids=(), max_tokens=recipe.generation.max_completion_length))
 
 
@@ -238,7 +243,8 @@ def _vllm_bytes(recipe: Recipe, policy: PolicyModel, machine: Machine) -> int | 
     if section.mode == "server" and not section.start:
         return 0
     if machine.device.type == "cpu":  # where it has no share to fill: its weights, without its cache
-        return sum(one.nbytes for one in policy.parameters()) // section.tensor_parallel_size
+        size = next(policy.parameters()).element_size()
+        return size * sum(whole_shape(one).numel() for one in policy.parameters()) // section.tensor_parallel_size
     return int(section.gpu_memory_utilization * (machine.memory or 0))
 
 

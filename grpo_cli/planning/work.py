@@ -15,6 +15,7 @@ from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.schema import Recipe, VllmSection
 from grpo_cli.rollout.cached_values import cached_values_per_token
+from grpo_cli.sharding import whole_shape
 
 SEQUENCES_OF_VLLM = 256
 """That vLLM samples at once unless `vllm.engine.max_num_seqs` says otherwise."""
@@ -94,12 +95,12 @@ class Model:
         """
         config = model.config.get_text_config()
         parameters = dict(model.named_parameters())
-        count = sum(one.numel() for one in parameters.values())
+        count = sum(whole_shape(one).numel() for one in parameters.values())
         layer = LayerSizes.of(config)
         size = 2 if bf16 else next(iter(parameters.values())).element_size()
         return cls(
             active=count - _idle(config, parameters),
-            trained_share=sum(one.numel() for one in parameters.values() if one.requires_grad) / count,
+            trained_share=sum(whole_shape(one).numel() for one in parameters.values() if one.requires_grad) / count,
             weight_bytes=size * count,
             context_operations=0.0 if layer is None else 4.0 * layer.layers * layer.query,
             cached_bytes=(cached_values_per_token(config) or 0) * size,
@@ -112,7 +113,7 @@ def _idle(config: Any, parameters: Mapping[str, nn.Parameter]) -> float:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not isinstance(chosen, int) or not isinstance(experts, int) or not experts:
         return 0.0
-    inside = sum(one.numel() for name, one in parameters.items() if ".experts." in name)
+    inside = sum(whole_shape(one).numel() for name, one in parameters.items() if ".experts." in name)
     return inside * (1 - chosen / experts)
 
 

@@ -74,7 +74,7 @@ def load_model(
     freeze(model, section.freeze)
     disable_dropout(model)
     repair_generation_config(model)
-    compute_with_rounded_weights(model)
+    compute_with_rounded_weights(model, section)
     speed_up_linears(model)
     return model.train()
 
@@ -158,7 +158,7 @@ def _from_weights(section: ModelSection, location: ModelLocation, device: torch.
         trust_remote_code=section.trust_remote_code,
         quantization_config=quantization,
         # What is quantized is put on its device while it is loaded.
-        device_map=device if quantization is not None or device.type == "meta" else None,
+        device_map=str(device) if quantization is not None or device.type == "meta" else None,
     )
     return model if quantization is not None else model.to(device)
 
@@ -248,7 +248,8 @@ def read_chat_template(path: str, folder: Path) -> str:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, LoRA's included, and with it layer skipping and router noise.
+    """Set every dropout probability to 0, PEFT's included (adapters have another, see `adapter_dropout`), and with it layer skipping and
+    router noise.
 
     With dropout the log-probability of a token depends on which call computed it, and the importance ratio of an unchanged
     policy would not be 1. Some families keep the probability as a number on a module and call `F.dropout`, some read it from

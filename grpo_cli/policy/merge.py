@@ -11,7 +11,6 @@ from grpo_cli.policy.load import explained, load_model, model_class, prepared_lo
 from grpo_cli.policy.quantization import (
     QUANTIZATION_FILE,
     DequantizedWeights,
-    keep_bitsandbytes_quiet,
     with_quantization,
 )
 from grpo_cli.recipe.schema import ModelSection
@@ -32,7 +31,6 @@ def merged_model(folder: Path, *, base: str | None = None) -> Any:
         ModelError: If there are no adapters, or the model below is not found or another one.
     """
     keep_deepspeed_quiet()
-    keep_bitsandbytes_quiet()
     from peft import PeftModel  # noqa: PLC0415  it takes a second to import
 
     if not (folder / CONFIG_FILE).is_file():

@@ -5,7 +5,7 @@ with the rounded weights computes, whatever else is in the batch; so engines and
 """
 
 import json
-import logging
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,9 @@ QUANTIZATION_FILE = "quantization.json"
 
 _KEYS = ("dtype", "quantization", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 
+_BLOCK = 64
+"""4-bit weights that share a scale."""
+
 _MODULE = "bitsandbytes.nn.modules"
 
 
@@ -41,24 +44,15 @@ def quantization_config(section: ModelSection) -> Any:
             f"model.quantization: found {section.quantization}, but bitsandbytes is not installed here",
             hint='pip install "grpo-cli[quantization]"',
         )
-    keep_bitsandbytes_quiet()
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
     if section.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
-    compute = section.bnb_4bit_compute_dtype
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=section.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
-        # With auto, that of what comes in.
-        bnb_4bit_compute_dtype=None if compute == "auto" else getattr(torch, compute),
     )
-
-
-def keep_bitsandbytes_quiet() -> None:
-    """Keep what it has to say about kernels that it could fetch from the hub out of the console; PEFT imports it wherever it is installed."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -81,20 +75,30 @@ def dequantized(layer: Any) -> Tensor:
     return floats
 
 
-def compute_with_rounded_weights(model: nn.Module) -> None:
-    """Let 8-bit layers multiply with their rounded weights.
+def compute_with_rounded_weights(model: nn.Module, section: ModelSection) -> None:
+    """Let quantized layers multiply with their rounded weights, whatever they multiply.
 
-    bitsandbytes would round what comes in as well, but for columns that are large in any row: then a token's log-probability depends on
-    what else is in the batch, and is not that of any weights.
+    bitsandbytes has other ways for single rows and outside of training mode. With 8 bits, on a GPU, it would round what comes in as well,
+    but for columns that are large in any row: then a token's log-probability depends on what else is in the batch, and is not that of any
+    weights.
+
+    Args:
+        model: A transformers model.
+        section: The recipe's `model:`, which says what products of 4-bit weights are computed in.
     """
+    asked = section.bnb_4bit_compute_dtype
+    dtype = None if asked == "auto" or section.quantization != "4bit" else getattr(torch, asked)
     for layer in model.modules():
-        if is_quantized(layer) and type(layer).__name__ == "Linear8bitLt":
-            vars(layer)["forward"] = partial(_multiply, layer)
+        if is_quantized(layer):
+            vars(layer)["forward"] = partial(_multiply, layer, dtype)
 
 
-def _multiply(layer: Any, inputs: Tensor) -> Tensor:
-    product: Tensor = _FrozenProduct.apply(inputs, layer)  # type: ignore[no-untyped-call]
-    return product if layer.bias is None else product + layer.bias.to(product.dtype)
+def _multiply(layer: Any, dtype: torch.dtype | None, inputs: Tensor) -> Tensor:
+    """Stand in for a quantized layer's forward."""
+    device = inputs.device.type
+    usual = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+    product: Tensor = _FrozenProduct.apply(inputs.to(dtype or usual), layer).to(usual)  # type: ignore[no-untyped-call]
+    return product if layer.bias is None else product + layer.bias.to(usual)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -103,9 +107,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        return nn.functional.linear(inputs.to(dtype), dequantized(layer).to(dtype))
+        return nn.functional.linear(inputs, dequantized(layer).to(inputs.dtype))
 
     @staticmethod
     @once_differentiable
@@ -133,6 +135,42 @@ class DequantizedWeights:
                 yield name, dequantized(layer)
             else:
                 yield name, tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedState:
+    """What there will be of 4-bit weights besides their bits.
+
+    Attributes:
+        shape: Of the weights.
+        absmax: Their scales, without numbers.
+    """
+
+    shape: torch.Size
+    absmax: Tensor
+
+
+def plan_quantization(model: Any, section: ModelSection) -> None:
+    """Give a model without weights parameters of the kind and size that quantized ones will have.
+
+    Args:
+        model: On `meta`, with its adapters.
+        section: The recipe's `model:`.
+    """
+    if section.quantization is None:
+        return
+    head = list(model.get_output_embeddings().modules())
+    for name, layer in model.named_modules():
+        if type(layer) is not nn.Linear or ".lora_" in name or layer in head:
+            continue
+        shape = layer.weight.shape
+        packed = [math.ceil(shape.numel() / 2), 1] if section.quantization == "4bit" else shape
+        kind = torch.uint8 if section.quantization == "4bit" else torch.int8
+        layer.weight = nn.Parameter(torch.empty(packed, dtype=kind, device="meta"), requires_grad=False)
+        if section.quantization == "4bit":
+            scale = torch.uint8 if section.bnb_4bit_use_double_quant else torch.float32
+            scales = torch.empty(math.ceil(shape.numel() / _BLOCK), dtype=scale, device="meta")
+            vars(layer.weight)["quant_state"] = PlannedState(shape=shape, absmax=scales)
 
 
 def write_quantization(section: ModelSection, folder: Path) -> None:

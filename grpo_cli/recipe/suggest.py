@@ -18,7 +18,7 @@ OTHER_NAMES = {
     "dataset_streaming": "here it is `dataset.streaming`",
     "dataset_test_split": "here it is `eval.dataset.split`",
     "dataset_train_split": "here it is `dataset.split`",
-    "disable_dropout": "dropout is always off; leave the key out",
+    "disable_dropout": "the model's dropout is always off; leave the key out",
     "eos_token_id": "here it is `generation.stop_token_ids`",
     "epsilon_low": "here it is `grpo.epsilon`",
     "eval_on_start": "the start is always evaluated where `eval.dataset` is set; leave the key out",

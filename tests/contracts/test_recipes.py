@@ -31,6 +31,7 @@ LINKED = {
     "code",
     "vllm",
     "lora",
+    "qlora",
     "reasoning",
     "vlm",
     "vlm_tiny",

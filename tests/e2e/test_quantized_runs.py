@@ -1,0 +1,55 @@
+"""Whole runs that train adapters on quantized weights."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.experiment import assert_same_run, make_experiment, records, weights
+from e2e.test_resume import stop_at_every_step, train
+from tiny_models import build_tiny_model
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.quantization import is_quantized, with_quantization
+from grpo_cli.recipe.schema import LoraSection, ModelSection
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_run_is_resumed_bit_for_bit_and_gives_a_whole_model(bits: str, tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden_size=64)
+    experiment = make_experiment(
+        tmp_path / "run",
+        folder,
+        model={"quantization": bits, "lora": {"r": 2}},
+        grpo={"num_generations": 2, "steps_per_generation": 2, "beta": 0.05},
+        train={"save_steps": 3},
+    )
+    train(experiment, "whole")
+    stop_at_every_step(experiment, "stopped")
+    assert_same_run(experiment.output("stopped"), experiment.output("whole"))
+    told = records(experiment.output("whole"))
+    assert told[-1]["kl"] > 1e-3
+    assert all(record["sampling/logp_difference/mean"] < 1e-4 for record in told[::2]), (
+        "but for dropout, at the first step"
+    )
+    assert all(".lora_" in name for name in weights(experiment.output("whole")))
+
+    final = experiment.output("whole") / "final"
+    merged = subprocess.run(
+        [sys.executable, "-m", "grpo_cli", "export", "--merge", str(final), str(tmp_path / "merged")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (merged.returncode, merged.stderr) == (0, "")
+    section = ModelSection(name_or_path=str(folder), lora=LoraSection(r=2))
+    trained = load_model(with_quantization(section, final), folder=folder, adapters=final)
+    assert any(is_quantized(layer) for layer in trained.modules())
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = trained(ids).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert not (tmp_path / "merged" / "quantization.json").exists()
