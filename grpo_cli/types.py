@@ -156,7 +156,6 @@ class TrainingGroup:
         behaviour_logps: G tensors, float32 [L].
         advantages: float32 [G].
         in_loss: G booleans; False: masked from the loss (truncated, with `mask_truncated_completions`).
-        policy_version: Which weights sampled it.
     """
 
     uid: PromptId
@@ -165,7 +164,6 @@ class TrainingGroup:
     behaviour_logps: tuple[Tensor, ...]
     advantages: Tensor
     in_loss: tuple[bool, ...]
-    policy_version: PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ once in each. Where a run ends is not decided here.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +40,14 @@ class PromptSource(Protocol):
         """Rows that gave no prompt, by reason."""
         ...
 
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be."""
+    def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be.
+
+        Args:
+            count: How many.
+            places: Which of them to give, as numbers below `count`; None: all. The others count as drawn, and none of them is built if
+                that can be helped.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,10 +99,14 @@ class PromptSampler:
         """Rows of the dataset that give no prompt, by reason."""
         return self._rejected
 
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be."""
-        places = [divmod(place, len(self._kept)) for place in range(self._drawn, self._drawn + count)]
-        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in places]
+    def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be; see `PromptSource`."""
+        drawn = range(self._drawn, self._drawn + count)
+        wanted = drawn if places is None else [drawn[place] for place in places]
+        draws = [
+            (epoch, self._kept[int(self._order(epoch)[place])])
+            for epoch, place in (divmod(one, len(self._kept)) for one in wanted)
+        ]
         # Read and tokenized together, which is several times faster than one by one.
         rows = as_rows(self._rows[[row for _, row in draws]])
         encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])

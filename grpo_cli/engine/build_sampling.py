@@ -73,6 +73,7 @@ def _build_canary(
     samples_in = sampling_dtype(recipe, policy)
     return Canary(
         rollouts=rollouts,
+        division=inputs.division,
         gradients=gradients,
         policy=prepared,
         prompt=inputs.first_prompt,
@@ -123,6 +124,7 @@ def build_evaluator(inputs: SamplingInputs, weight_sync: WeightSync, *, stop_ids
         samplings=[held_out_sampling(one, inputs.recipe, stop_ids=stop_ids) for one in inputs.held_out],
         weight_sync=weight_sync,
         processes=inputs.processes,
+        division=inputs.division,
         seed=inputs.recipe.train.seed,
     )
 

@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from grpo_cli.data.sampler import PromptSource
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.division import Division
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.recent_rewards import RewardMemory
+from grpo_cli.engine.rewarding import Rewarding
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.strategies.strategy import Strategy
@@ -71,12 +73,14 @@ class Stages:
 
     Attributes:
         processes: The processes of this run.
+        division: Which of them samples what.
         strategy: How they train together.
         tokenizer: Saved with every model.
         prompts: Gives the next prompts.
         weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
         scorer: Completions to rewards.
+        rewarding: Has the completions of all processes scored by it.
         reward_memory: How the latest generations were rewarded.
         advantage_settings: Rewards to advantages.
         gradients: Groups to gradients.
@@ -93,12 +97,14 @@ class Stages:
     """
 
     processes: Processes
+    division: Division
     strategy: Strategy
     tokenizer: Any
     prompts: PromptSource
     weight_sync: WeightSync
     sampling: Sampling
     scorer: Scorer
+    rewarding: Rewarding
     reward_memory: RewardMemory
     advantage_settings: AdvantageSettings
     gradients: GradientPass
