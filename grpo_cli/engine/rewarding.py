@@ -103,12 +103,13 @@ class RewardedByMain:
         scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
         check_logged(scores.logged)
         if self.processes.count > 1:
-            self.processes.from_main(_rewards_message(scores.groups, self.scorer.names))
+            self.processes.from_main(rewards_message(scores.groups, self.scorer.names))
         own = replace(scores, groups=scores.groups[places.start : places.stop])
         return Rewarded(places=places, own=own, everyones=scores.groups)
 
 
-def _rewards_message(scored: Sequence[ScoredGroup], names: Sequence[str]) -> bytes:
+def rewards_message(scored: Sequence[ScoredGroup], names: Sequence[str]) -> bytes:
+    """Write what the main process tells of the rewards of all groups."""
     tensors = {
         "sizes": torch.tensor([len(one.rewards) for one in scored]),
         "rewards": torch.cat([one.rewards for one in scored]),
