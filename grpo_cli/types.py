@@ -167,7 +167,6 @@ class TrainingGroup:
         behaviour_logps: G tensors, float32 [L].
         advantages: float32 [G].
         in_loss: G booleans; False: masked from the loss (truncated, with `mask_truncated_completions`).
-        policy_version: Which weights sampled it.
         images: The prompt's, encoded.
     """
 
@@ -177,7 +176,6 @@ class TrainingGroup:
     behaviour_logps: tuple[Tensor, ...]
     advantages: Tensor
     in_loss: tuple[bool, ...]
-    policy_version: PolicyVersion
     images: tuple[bytes, ...] = ()
 
 

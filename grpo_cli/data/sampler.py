@@ -6,7 +6,7 @@ once in each. Where a run ends is not decided here.
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +41,14 @@ class PromptSource(Protocol):
         """Rows that gave no prompt, by reason."""
         ...
 
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be."""
+    def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be.
+
+        Args:
+            count: How many.
+            places: Which of them to give, as numbers below `count`; None: all. The others count as drawn, and none of them is built if
+                that can be helped.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,15 +101,21 @@ class PromptSampler:
         """Rows of the dataset that give no prompt, by reason; those that were passed over when drawn count each time."""
         return self._rejected
 
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be.
+    def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be; see `PromptSource`.
 
-        Rows whose images turn out to make the prompt too long are passed over, and counted.
+        Rows whose images turn out to make the prompt too long are passed over, and counted; where that may be, all are built, so that every
+        process knows which rows are.
         """
-        prompts: list[Prompt] = []
-        while len(prompts) < count:  # it ends: one row at least has given a prompt
-            prompts += self._draw(count - len(prompts))
-        return prompts
+        if places is not None and not self._unmeasured:
+            prompts = self._draw([range(count)[place] for place in places])
+            self._drawn += count
+            return prompts
+        prompts = []
+        while missing := count - len(prompts):  # it ends: one row at least has given a prompt
+            prompts += self._draw(range(missing))
+            self._drawn += missing
+        return prompts if places is None else [prompts[place] for place in places]
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the place in the dataset, as JSON data."""
@@ -118,14 +130,13 @@ class PromptSampler:
         check_same_dataset(state["fingerprint"], self._fingerprint())
         self._drawn = state["drawn"]
 
-    def _draw(self, count: int) -> list[Prompt]:
-        """Draw the next rows; they give as many prompts, but for those that nobody has prepared before."""
-        places = [divmod(place, len(self._kept)) for place in range(self._drawn, self._drawn + count)]
-        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in places]
+    def _draw(self, places: Sequence[int]) -> list[Prompt]:
+        """Build some of the next rows; they give as many prompts, but for those that nobody has prepared before."""
+        following = [divmod(self._drawn + place, len(self._kept)) for place in places]
+        draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in following]
         # Read and tokenized together, which is several times faster than one by one.
         rows = as_rows(self._rows[[row for _, row in draws]])
         encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])
-        self._drawn += count
         outcomes = (self._limited(one, row) for one, (_, row) in zip(encoded, draws, strict=True))
         return [prompt for prompt in outcomes if prompt is not None]
 

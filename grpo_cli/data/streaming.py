@@ -1,7 +1,7 @@
 """Prompts from a stream, whose rows are read as they come and counted only by reading them all."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -64,13 +64,16 @@ class StreamingPromptSampler:
         """Rows met so far that gave no prompt, by reason; in each epoch they count again."""
         return self._rejected
 
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, across the end of an epoch if need be.
+    def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
+        """Draw the next prompts, across the end of an epoch if need be; see `PromptSource`.
+
+        All of them are built, whatever is asked for: which rows give none is known only then.
 
         Raises:
             DataError: If no row of a whole epoch gives a prompt, or the stream cannot be read.
         """
-        return [self._next_prompt() for _ in range(count)]
+        prompts = [self._next_prompt() for _ in range(count)]
+        return prompts if places is None else [prompts[place] for place in places]
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the place in the stream, as JSON data."""

@@ -225,13 +225,9 @@ def by_completion(
     ]
 
 
-def sequence_tokens(groups: Sequence[TrainingGroup], indices: Sequence[Sequence[int]]) -> int:
-    """Count the tokens of some completions of each group that go through the model, prompts once for each completion."""
-    return sum(
-        len(group.prompt_ids) + len(group.completion_ids[index]) - 1
-        for group, chosen in zip(groups, indices, strict=True)
-        for index in chosen
-    )
+def sequence_tokens(groups: Sequence[TrainingGroup]) -> int:
+    """Count the tokens of completions that go through the model, prompts once for each completion."""
+    return sum(len(group.prompt_ids) + len(ids) - 1 for group in groups for ids in group.completion_ids)
 
 
 def step_totals(groups: Sequence[TrainingGroup]) -> StepTotals:

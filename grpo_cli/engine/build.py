@@ -20,6 +20,7 @@ from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
 from grpo_cli.engine.recent_rewards import RewardMemory
+from grpo_cli.engine.rewarding import RewardedByEach, RewardedByMain, Rewarding
 from grpo_cli.engine.rollouts import open_rollouts
 from grpo_cli.engine.settings import objective_settings
 from grpo_cli.engine.stages import Stages
@@ -191,6 +192,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
     weight_sync = build_weight_sync(inputs, loaded.policy, loaded.prepared, rollouts, gradients)
     return Stages(
         processes=processes,
+        division=inputs.division,
         strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
         processor_files=processor_files(recipe.model, folder=inputs.folder),
@@ -198,6 +200,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         weight_sync=weight_sync,
         sampling=loaded.sampling,
         scorer=inputs.scorer,
+        rewarding=_build_rewarding(inputs),
         reward_memory=RewardMemory(inputs.scorer.names),
         advantage_settings=advantage_settings,
         gradients=gradients,
@@ -212,6 +215,15 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         recorder=recorder,
         recipe=dataclasses.asdict(recipe),
     )
+
+
+def _build_rewarding(inputs: Inputs) -> Rewarding:
+    """Choose who scores."""
+    scorer, processes, division, logging = inputs.scorer, inputs.processes, inputs.division, inputs.recipe.logging
+    if not inputs.recipe.rewards.spread:
+        return RewardedByMain(scorer=scorer, processes=processes, division=division)
+    records = logging.log_completions or logging.print_completions_steps > 0
+    return RewardedByEach(scorer=scorer, processes=processes, division=division, records=records)
 
 
 def _reference_model(inputs: Inputs, model: Any) -> Any:

@@ -76,6 +76,7 @@ def _build_canary(
     samples_in = sampling_dtype(recipe, policy)
     return Canary(
         rollouts=rollouts,
+        division=inputs.division,
         gradients=gradients,
         policy=prepared,
         prompt=inputs.first_prompt,
@@ -126,6 +127,7 @@ def build_evaluator(inputs: SamplingInputs, weight_sync: WeightSync, *, trained:
         samplings=[held_out_sampling(one, inputs.recipe, trained=trained) for one in inputs.held_out],
         weight_sync=weight_sync,
         processes=inputs.processes,
+        division=inputs.division,
         seed=inputs.recipe.train.seed,
     )
 

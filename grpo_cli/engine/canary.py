@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from grpo_cli.engine.division import Division
 from grpo_cli.engine.randomness import own_randomness
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.errors import TrainingError
@@ -41,6 +42,7 @@ class Canary:
 
     Args:
         rollouts: The engine.
+        division: Which process samples what.
         gradients: Computes the trainer's log-probabilities.
         policy: The prepared policy.
         prompt: The probe.
@@ -57,6 +59,7 @@ class Canary:
         self,
         *,
         rollouts: RolloutEngine,
+        division: Division,
         gradients: GradientPass,
         policy: nn.Module,
         prompt: Prompt,
@@ -68,6 +71,7 @@ class Canary:
         seed: int,
     ) -> None:
         self._rollouts = rollouts
+        self._division = division
         self._gradients = gradients
         self._policy = policy
         self._prompt = prompt
@@ -102,29 +106,29 @@ class Canary:
         return metrics
 
     def _check(self, version: PolicyVersion) -> Metrics:
+        processes, copies = self._gradients.processes, self._rollouts.weight_copies
+        asked, kept = self._division.asked(copies), self._division.kept(copies)
         with own_randomness(self._seed):
-            with self._gradients.processes.autocast():
+            with processes.autocast():
                 groups = self._rollouts.generate(
-                    [
-                        replace(self._prompt, uid=PromptId(f"canary:{copy}"))
-                        for copy in range(self._rollouts.weight_copies)
-                    ],
+                    [replace(self._prompt, uid=PromptId(f"canary:{copy}")) for copy in asked],
                     self._sampling,
                     num_generations=COMPLETIONS,
                     seed_key=(self._seed, "canary"),
-                )
+                )[kept.start - asked.start : kept.stop - asked.start]
             current = self._gradients.logps(self._policy, [_training_group(group) for group in groups])
         by_copy = [
             (torch.cat([completion.logps for completion in group.completions]) - torch.cat(ours)).abs()
             for group, ours in zip(groups, current, strict=True)
         ]
-        differences = torch.cat(by_copy)
+        own = [[copy.sum().item(), copy.numel(), copy.mean().item(), copy.max().item()] for copy in by_copy]
+        sums, counts, means, maxima = processes.everyones(torch.tensor(own, dtype=torch.float64).view(-1, 4)).unbind(1)
         # The worst of the copies: NaN, too, is no agreement.
-        mean, largest = torch.stack([copy.mean() for copy in by_copy]).max().item(), differences.max().item()
+        mean, largest = means.max().item(), maxima.max().item()
         if not mean <= self._tolerance:
             raise TrainingError(
                 f"the rollout engine does not sample from the trained weights: with those of step {version} its log-probabilities "
-                f"of {by_copy[0].numel()} tokens differ from the trainer's by {mean:.3g} on average and "
+                f"of {round(counts[0].item())} tokens differ from the trainer's by {mean:.3g} on average and "
                 f"{largest:.3g} at most; {self._tolerance:g} on average is allowed (vllm.canary_tolerance)",
                 hint="a large difference: the weights did not reach it, or under wrong names, or another vLLM version loads them "
                 "otherwise; restart the server and go on with --resume. A small one: engine and trainer round differently "
@@ -134,7 +138,7 @@ class Canary:
             self._adapts = False
             self._tolerance = min(self._tolerance, max(_MARGIN * mean, _LEAST))
         return {
-            "canary/logp_difference/mean": Mean(differences.sum().item(), differences.numel()),
+            "canary/logp_difference/mean": Mean(sums.sum().item(), counts.sum().item()),
             "canary/logp_difference/max": Max(largest),
         }
 
@@ -149,6 +153,5 @@ def _training_group(group: Group) -> TrainingGroup:
         behaviour_logps=tuple(completion.logps for completion in completions),
         advantages=torch.ones(len(completions)),
         in_loss=(True,) * len(completions),
-        policy_version=completions[0].policy_version,
         images=group.prompt.images,
     )

@@ -1,8 +1,9 @@
 """Accelerate, and nothing of it anywhere else but its launcher: processes, devices, precision, and what processes tell each other."""
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
-from grpo_cli.errors import LostProcessError, TrainingError
-from grpo_cli.metrics import Metrics, from_plain, merge, to_plain
+from grpo_cli.engine.merging import Kinds, from_numbers, kinds_of, to_numbers, with_kinds
+from grpo_cli.errors import GrpoError, LostProcessError, TrainingError
+from grpo_cli.metrics import Metrics
 from grpo_cli.sharding import keep_deepspeed_quiet
 
 PATIENCE = timedelta(days=7)
@@ -65,6 +67,8 @@ class Processes:
             )
         # What the processes tell each other are numbers and bytes in main memory, also where they train on GPUs.
         self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
+        self._kinds: Kinds = {}
+        """Of all metrics that were merged so far; the same in all processes."""
 
     @property
     def is_main(self) -> bool:
@@ -89,19 +93,41 @@ class Processes:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
-    def check_same(self, value: Any, what: str) -> None:
-        """Check that all processes have the same of something that JSON can hold.
+    def check_same(self, value: Any, what: str, *, among: int | None = None) -> None:
+        """Check that processes have the same of something that JSON can hold.
+
+        Args:
+            value: Of this process.
+            what: It is, for the error.
+            among: How many neighbours have to have the same; None: all processes.
 
         Raises:
-            TrainingError: If one has another.
+            TrainingError: In every process, if one has another.
         """
-        first, *others = self.gather(json.dumps(value, sort_keys=True, default=str).encode())
-        for rank, theirs in enumerate(others, start=1):
-            if theirs != first:
-                raise TrainingError(
-                    f"process {rank} has other {what} than process 0",
-                    hint="all processes must be started with the same command, and a dataset's function must give all the same rows",
-                )
+        told = self.everyones(torch.tensor([_digest(value)])).view(-1, among or self.count)
+        others = (told != told[:, :1]).flatten().nonzero().flatten().tolist()
+        if others:
+            rank = others[0]
+            raise TrainingError(
+                f"process {rank} has other {what} than process {rank - rank % told.shape[1]}",
+                hint="all processes must be started with the same command, and a dataset's function must give all the same rows",
+            )
+
+    def raise_together(self, failure: GrpoError | None, kind: type[GrpoError]) -> None:
+        """Have all processes raise an error if one has met it: the first of them.
+
+        Args:
+            failure: What happened in this process, of that kind.
+            kind: What the others raise.
+
+        Raises:
+            GrpoError: That.
+        """
+        if not self.most(int(failure is not None)):
+            return
+        told = self.gather(json.dumps(None if failure is None else [failure.message, failure.hint]).encode())
+        for message, hint in filter(None, map(json.loads, told)):
+            raise failure or kind(message, hint=hint)
 
     def place(self, policy: PlacedModule, *, moves: bool = True) -> PlacedModule:
         """Let a model compute in this run's precision, and move it to this process's device unless it is to stay where it is."""
@@ -164,23 +190,78 @@ class Processes:
         return True
 
     def merge(self, metrics: Metrics) -> Metrics:
-        """Merge the metrics of all processes."""
+        """Merge the metrics of all processes, as sums and extremes of numbers. Names travel when they are new to a process."""
         if self.count == 1:
             return metrics
-        told = self.gather(json.dumps(to_plain(metrics)).encode())
-        return merge(from_plain(json.loads(one)) for one in told)
+        own = kinds_of(metrics)
+        if self.most(int(not own.items() <= self._kinds.items())):
+            for told in self.gather(json.dumps(own).encode()):
+                self._kinds = with_kinds(self._kinds, json.loads(told))
+        sums, extremes = to_numbers(metrics, self._kinds)
+        self._exchange(torch.distributed.all_reduce, extremes, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return from_numbers(self.sum(sums), extremes, self._kinds)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Give the messages of all processes, by rank."""
         if self.count == 1:
             return [message]
-        lengths = self.sum(_one_hot(self.rank, len(message), self.count)).tolist()
+        joined, lengths = self._behind_each_other(_bytes_tensor(message))
+        return [one.numpy().tobytes() for one in torch.split(joined, lengths)]
+
+    def everyones(self, values: Tensor) -> Tensor:
+        """Put tensors of all processes behind each other, by rank.
+
+        Args:
+            values: In main memory; only the first dimension may differ from the other processes'.
+        """
+        if self.count == 1:
+            return values
+        joined, _ = self._behind_each_other(values.contiguous().view(-1).view(torch.uint8))
+        return joined.view(values.dtype).view(-1, *values.shape[1:])
+
+    def _behind_each_other(self, own: Tensor) -> tuple[Tensor, list[int]]:
+        """Put the bytes of all processes behind each other; how many they are, by rank."""
+        lengths = self.sum(_one_hot(self.rank, len(own), self.count))
         # Each adds its own to zeros. `all_gather` would have every message be as long as the longest, and often only one is long.
-        joined = torch.zeros(sum(lengths), dtype=torch.uint8)
-        start = sum(lengths[: self.rank])
-        joined[start : start + len(message)] = _bytes_tensor(message)
-        everyones = torch.split(self.sum(joined), lengths)
-        return [one.numpy().tobytes() for one in everyones]
+        joined = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
+        start = int(lengths[: self.rank].sum())
+        joined[start : start + len(own)] = own
+        return self.sum(joined), lengths.tolist()
+
+    def send(self, messages: Mapping[int, bytes], *, sources: Sequence[int]) -> dict[int, bytes]:
+        """Send messages to some processes, and give those that come from some.
+
+        Args:
+            messages: By the rank of who gets it; one to this process itself arrives, too.
+            sources: Ranks of all who send this one something.
+
+        Returns:
+            By the rank of who sent it, in the order of `sources`.
+        """
+        others = {rank: one for rank, one in messages.items() if rank != self.rank}
+        senders = [rank for rank in sources if rank != self.rank]
+        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
+        self._pass({rank: torch.tensor([len(one)]) for rank, one in others.items()}, lengths)
+        arrived = {rank: torch.zeros(int(length), dtype=torch.uint8) for rank, length in lengths.items()}
+        self._pass({rank: _bytes_tensor(one) for rank, one in others.items()}, arrived)
+        return {rank: messages[rank] if rank == self.rank else arrived[rank].numpy().tobytes() for rank in sources}
+
+    def to_main(self, message: bytes) -> list[bytes]:
+        """Give the main process the messages of all processes, by rank; the others get nothing."""
+        everyone = range(self.count) if self.is_main else ()
+        return list(self.send({0: message}, sources=everyone).values())
+
+    def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+        """Send tensors to other processes, and fill others with what those send; empty ones do not travel."""
+
+        def travel() -> None:
+            works = [
+                torch.distributed.isend(one, rank, group=self._group) for rank, one in out.items() if one.numel()
+            ] + [torch.distributed.irecv(one, rank, group=self._group) for rank, one in into.items() if one.numel()]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]  # it is None for those outside of the group
+
+        self._exchange(travel)
 
     def from_main(self, message: bytes | None) -> bytes:
         """Give the main process's message; what the others have is not looked at."""
@@ -220,6 +301,12 @@ def _one_hot(index: int, value: int, length: int) -> Tensor:
     hot = torch.zeros(length, dtype=torch.int64)
     hot[index] = value
     return hot
+
+
+def _digest(value: Any) -> int:
+    """Hash something that JSON can hold to a number that a tensor can hold."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
 def _bytes_tensor(message: bytes) -> Tensor:

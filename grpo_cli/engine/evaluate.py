@@ -257,7 +257,7 @@ def _score(inputs: SamplingInputs, held_out: HeldOut, store: EvaluationStore, vi
             f"{held_out.task.label}: {len(scores.problems) - PROBLEMS_SHOWN:,} more problems with reward functions"
         )
     rewards = held_out.task.rewards
-    if failed_too_often(scores, rewards.failure_budget):
+    if failed_too_often(scores.failed_prompts, len(groups), rewards.failure_budget):
         raise TrainingError(
             f"{held_out.task.label}: a reward function failed on {scores.failed_prompts} of {len(groups)} prompts; `rewards.failure_budget` allows less "
             f"than {rewards.failure_budget:g} of them",

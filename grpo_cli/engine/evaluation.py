@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from grpo_cli.engine.collecting import collected
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.division import Division
 from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.randomness import own_randomness
 from grpo_cli.engine.rewards import failure_metrics
@@ -70,7 +72,8 @@ class Evaluator:
         held_out: The datasets, all of them every time.
         samplings: How the completions of each are drawn.
         weight_sync: Samples from the newest weights.
-        processes: The processes of this run; the main one knows what reward functions log, and tells the others the metrics.
+        processes: The processes of this run; the main one scores, and tells the others the metrics.
+        division: Which of them samples what.
         seed: The run's seed.
     """
 
@@ -78,34 +81,46 @@ class Evaluator:
     samplings: Sequence[Sampling]
     weight_sync: WeightSync
     processes: Processes
+    division: Division
     seed: int
 
     def run(self, trainer_state: TrainerState) -> tuple[Evaluation, Sequence[str]]:
         """Evaluate the policy's present weights; training's generators and the rewards' state are left as they were.
 
         Returns:
-            The evaluation, and one line per problem with a reward function that `rewards.on_error: drop` survived.
+            The evaluation, with tables in the main process alone, and one line per problem with a reward function that `rewards.on_error: drop` survived.
         """
         metrics: dict[str, float] = {}
         tables: dict[str | None, pa.Table] = {}
         problems: list[str] = []
         for held_out, sampling in zip(self.held_out, self.samplings, strict=True):
             with own_randomness(self.seed):
-                groups = self.weight_sync.sample(
-                    PolicyVersion(trainer_state.global_step),
-                    held_out.prompts,
-                    sampling,
-                    num_generations=held_out.task.settings.num_generations,
-                    seed_key=held_out.seed_key(self.seed),
-                )
+                groups = self._sample(held_out, sampling, PolicyVersion(trainer_state.global_step))
+                if not self.processes.is_main:
+                    continue
                 scores = scored(held_out, groups, trainer_state)
                 table = completion_table(scores.groups, held_out.scorer.names, step=trainer_state.global_step)
                 table = tables[held_out.task.name] = held_out.with_answers(table)
             found = plain_numbers(held_out, scores) | success_numbers(held_out, table)
             metrics |= {f"{held_out.task.prefix}{name}": value for name, value in found.items()}
             problems += scores.problems
-        told = self.processes.from_main(json.dumps(_with_mean_reward(metrics, self.held_out)).encode())
+        if self.processes.is_main:
+            metrics = _with_mean_reward(metrics, self.held_out)
+        told = self.processes.from_main(json.dumps(metrics).encode())
         return Evaluation(step=trainer_state.global_step, metrics=json.loads(told), tables=tables), problems
+
+    def _sample(self, held_out: HeldOut, sampling: Sampling, version: PolicyVersion) -> list[Group]:
+        """Complete the prompts of a dataset; the main process gets all groups."""
+        prompts = held_out.prompts
+        asked, kept = self.division.asked(len(prompts)), self.division.kept(len(prompts))
+        groups = self.weight_sync.sample(
+            version,
+            prompts[asked.start : asked.stop],
+            sampling,
+            num_generations=held_out.task.settings.num_generations,
+            seed_key=held_out.seed_key(self.seed),
+        )
+        return collected(groups[kept.start - asked.start : kept.stop - asked.start], prompts, self.processes)
 
 
 def _with_mean_reward(metrics: Mapping[str, float], held_out: Sequence[HeldOut]) -> dict[str, float]:

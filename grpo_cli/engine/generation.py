@@ -1,25 +1,27 @@
 """The first half of the line: prompts, rollouts, rewards, advantages, as one rollout window."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
+import torch
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.handing_out import handed_out
+from grpo_cli.engine.health import Signs
+from grpo_cli.engine.rewarding import Drawn, Rewarded
 from grpo_cli.engine.rewards import failed_too_often, failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
-from grpo_cli.engine.window import RolloutWindow, by_step, training_groups
-from grpo_cli.errors import RewardError, TrainingError
+from grpo_cli.engine.window import RolloutWindow, by_step, new_window, training_groups
+from grpo_cli.errors import TrainingError
 from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.policy.adapter_dropout import dropped_inputs
-from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
-from grpo_cli.telemetry.names import find
+from grpo_cli.telemetry.records import Rollouts
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import PolicyLogps, PolicyVersion, Prompt, ScoredGroup, TrainingGroup
+from grpo_cli.types import Group, PolicyLogps, PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +29,17 @@ class Generation:
     """One generation: what the optimizer needs of it, and what is told about it.
 
     Attributes:
-        window: The training groups by optimizer step.
-        scored: The groups as sampled and scored.
-        advantages: float32 [G] of each group.
+        window: This process's share of the training groups, by optimizer step.
+        rollouts: All groups, in the main process if it records them.
         metrics: Lengths, rewards, and whatever the reward functions logged.
+        prompts: That were completed, by all processes.
         tokens: Prompt and completion tokens of all sequences.
     """
 
     window: RolloutWindow
-    scored: tuple[ScoredGroup, ...]
-    advantages: tuple[Tensor, ...]
+    rollouts: Rollouts
     metrics: Metrics
+    prompts: int
     tokens: int
 
 
@@ -65,115 +67,156 @@ def trainer_state(stages: Stages, settings: LoopSettings, state: RunState) -> Tr
 def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clock) -> Generation:
     """Draw prompts, complete and score them, and compute everything that is fixed for the window.
 
+    Of all this a process has its part, besides some numbers; only what the main one needs to score or record all comes together there.
+
     Raises:
         TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
-    prompts = _draw(stages, prompts_to_draw(state, settings))
+    drawn = _draw(stages, prompts_to_draw(state, settings))
     version = PolicyVersion(state.step)
     now = trainer_state(stages, settings, state)
     with clock.phase("sync"):
         stages.weight_sync.bring(version)
     with clock.phase("generate"):
-        groups = stages.weight_sync.sample(
-            version,
-            prompts,
-            stages.sampling,
-            num_generations=settings.num_generations,
-            seed_key=(settings.seed, "train", state.step),
-            on_group=partial(stages.scorer.start, trainer_state=now),
-        )
+        groups = _sample(stages, settings, drawn, version, now)
         stages.weight_sync.rest()
     with clock.phase("score"):
-        scores = stages.scorer.score(groups, now)
-    check_logged(scores.logged)
-    for problem in scores.problems:
+        rewarded = stages.rewarding.score(groups, drawn, now)
+    scored = rewarded.own.groups
+    failed, tokens = _totals(stages, rewarded)
+    for problem in rewarded.own.problems:
         stages.recorder.warn("rewards/failed", problem)
-    _check_failures(scores, settings, step=state.step + 1)
-    stages.reward_memory.observe(scores.groups)
-    for warning in stages.health.observe(scores.groups):
-        stages.recorder.warn(warning.key, warning.message)
+    _check_failures(failed, drawn.count, rewarded.own.problems, settings, step=state.step + 1)
+    _observe(stages, rewarded)
 
-    rewards = [one.rewards for one in scores.groups]
-    values = advantages(rewards, stages.advantage_settings)
-    trained = training_groups(scores.groups, values, mask_truncated=settings.mask_truncated_completions)
-    with clock.phase("forward_backward"):
-        logps = _window_logps(stages, settings, trained, step=state.step)
-    tokens = sum(len(group.prompt.ids) + len(one.ids) for group in groups for one in group.completions)
-    metrics = merge(
-        [
-            stages.weight_sync.take_metrics(),
-            rollout_metrics(scores.groups),
-            reward_metrics(rewards, stages.scorer.names, stages.advantage_settings),
-            scores.metrics,
-            failure_metrics(scores),
-        ]
+    everyones = stages.processes.everyones
+    rewards = [one.rewards for one in scored]
+    values = advantages(rewards, stages.advantage_settings, everyones)
+    metrics = [
+        rollout_metrics(scored),
+        reward_metrics(rewards, stages.scorer.names, stages.advantage_settings, everyones),
+        rewarded.own.metrics,
+        failure_metrics(rewarded.own),
+    ]
+    trained = training_groups(scored, values, mask_truncated=settings.mask_truncated_completions)
+    held = new_window(
+        by_step(trained, rewarded.places, count=drawn.count, prompts_per_step=settings.prompts_per_step),
+        iterations=settings.num_iterations,
+        policy_version=version,
     )
+    window = handed_out(held, stages.gradients)
+    with clock.phase("forward_backward"):
+        window = _with_logps(stages, settings, window)
     return Generation(
-        window=RolloutWindow(
-            groups=by_step(trained, settings.prompts_per_step),
-            logps=by_step(logps, settings.prompts_per_step),
-            iterations=settings.num_iterations,
-        ),
-        scored=scores.groups,
-        advantages=tuple(values),
-        metrics=metrics,
+        window=window,
+        rollouts=_rollouts(rewarded, everyones(torch.cat([torch.empty(0), *values]))),
+        # How the engine's weights are is the main process's to tell.
+        metrics=merge([stages.weight_sync.take_metrics(), stages.processes.merge(merge(metrics))]),
+        prompts=drawn.count,
         tokens=tokens,
     )
 
 
-def _check_failures(scores: Scores, settings: LoopSettings, *, step: int) -> None:
+def _draw(stages: Stages, count: int) -> Drawn:
+    """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now."""
+    before = dict(stages.prompts.rejected)
+    places = stages.rewarding.wanted(count)
+    prompts = dict(zip(places, stages.prompts.take(count, places), strict=True))
+    for reason, rows in stages.prompts.rejected.items():
+        for _ in range(rows - before.get(reason, 0)):
+            stages.recorder.warn(f"data/{reason}", f"dataset: a row was left out: {reason}")
+    return Drawn(count=count, prompts=prompts)
+
+
+def _sample(
+    stages: Stages, settings: LoopSettings, drawn: Drawn, version: PolicyVersion, now: TrainerState
+) -> list[Group]:
+    """Let this process's engine sample its part, and give the groups that no other process keeps."""
+    asked, kept = stages.division.asked(drawn.count), stages.division.kept(drawn.count)
+    early = {drawn.prompts[place].uid for place in stages.rewarding.early(drawn.count) if place in asked}
+
+    def begin_to_score(group: Group) -> None:
+        if group.prompt.uid in early:
+            stages.scorer.start(group, now)
+
+    groups = stages.weight_sync.sample(
+        version,
+        drawn.at(asked),
+        stages.sampling,
+        num_generations=settings.num_generations,
+        seed_key=(settings.seed, "train", version),
+        on_group=begin_to_score,
+    )
+    return groups[kept.start - asked.start : kept.stop - asked.start]
+
+
+def _totals(stages: Stages, rewarded: Rewarded) -> tuple[int, int]:
+    """Count the prompts of all processes on which reward functions failed, and the tokens of their sequences."""
+    tokens = sum(
+        len(one.group.prompt.ids) + len(completion.ids)
+        for one in rewarded.own.groups
+        for completion in one.group.completions
+    )
+    failed, tokens = stages.processes.sum(torch.tensor([rewarded.own.failed_prompts, tokens])).tolist()
+    return failed, tokens
+
+
+def _check_failures(failed: int, prompts: int, problems: Sequence[str], settings: LoopSettings, *, step: int) -> None:
     """Check that reward functions failed on no more prompts than they may.
 
     Raises:
         TrainingError: If they did.
     """
-    if not failed_too_often(scores, settings.failure_budget):
+    if not failed_too_often(failed, prompts, settings.failure_budget):
         return
-    failed, prompts = scores.failed_prompts, len(scores.groups)
     on = "every prompt" if failed == prompts else f"{failed} of {prompts} prompts"
     allowed = (
         "" if failed == prompts else f"; `rewards.failure_budget` allows less than {settings.failure_budget:g} of them"
     )
     raise TrainingError(
         f"step {step}: a reward function failed on {on}{allowed}",
-        hint="; ".join([*scores.problems[:1], "rewards.failure_budget says on how many prompts they may fail"]),
+        hint="; ".join([*problems[:1], "rewards.failure_budget says on how many prompts they may fail"]),
     )
 
 
-def _draw(stages: Stages, count: int) -> list[Prompt]:
-    """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now."""
-    before = dict(stages.prompts.rejected)
-    prompts = stages.prompts.take(count)
-    for reason, rows in stages.prompts.rejected.items():
-        for _ in range(rows - before.get(reason, 0)):
-            stages.recorder.warn(f"data/{reason}", f"dataset: a row was left out: {reason}")
-    return prompts
+def _observe(stages: Stages, rewarded: Rewarded) -> None:
+    """Remember how the groups of all processes were rewarded, and warn if nothing can be learned of them."""
+    scored, total = rewarded.own.groups, stages.processes.sum
+    stages.reward_memory.observe(total(stages.reward_memory.sums(scored)))
+    signs = Signs.of(scored)
+    truncated, unscored, equal = total(
+        torch.tensor([not signs.truncated, not signs.unscored, not signs.equal], dtype=torch.int64)
+    ).tolist()
+    for warning in stages.health.observe(Signs(truncated=not truncated, unscored=not unscored, equal=not equal)):
+        stages.recorder.warn(warning.key, warning.message)
 
 
-def check_logged(names: Iterable[str]) -> None:
-    """Check that reward functions logged nothing under a name that the run's own metrics have.
-
-    Raises:
-        RewardError: If one did.
-    """
-    for name in sorted(names):
-        if find(name) is not None:
-            raise RewardError(f"log_metric: {name!r} is a metric of the run itself", hint="log it under another name")
+def _rollouts(rewarded: Rewarded, everyones_advantages: Tensor) -> Rollouts:
+    """Put the advantages of all completions beside their groups."""
+    sizes = [len(one.rewards) for one in rewarded.everyones]
+    values = torch.split(everyones_advantages[: sum(sizes)], sizes) if sizes else ()
+    return Rollouts(scored=rewarded.everyones, advantages=values)
 
 
-def _window_logps(
-    stages: Stages, settings: LoopSettings, groups: Sequence[TrainingGroup], *, step: int
-) -> list[PolicyLogps]:
-    """Compute what must be known of these weights before they move, `step` steps into the run.
+def _with_logps(stages: Stages, settings: LoopSettings, window: RolloutWindow) -> RolloutWindow:
+    """Compute what must be known of these weights before they move.
 
     That is the old log-probabilities of all optimizer steps but the first, whose own forward gives them, and those of the
     reference if there is one.
     """
-    first, later = groups[: settings.prompts_per_step], groups[settings.prompts_per_step :]
-    with dropped_inputs(stages.policy.model, settings.seed, step):
-        old = [*(None for _ in first), *stages.gradients.logps(stages.prepared, later)]
+    gradients = stages.gradients
+    later = [group for step in window.groups[1:] for group in step]
+    old: list[tuple[Tensor, ...] | None] = [None] * len(window.groups[0])
+    if len(window.groups) > 1:
+        with dropped_inputs(stages.policy.model, settings.seed, window.policy_version):
+            old += gradients.logps(stages.prepared, later)
+    groups = [group for step in window.groups for group in step]
     reference: Sequence[tuple[Tensor, ...] | None] = [None] * len(groups)
     if stages.reference is not None:
         with stages.reference.in_place():
-            reference = stages.gradients.logps(stages.reference.prepared, groups)
-    return [PolicyLogps(old=mine, reference=theirs) for mine, theirs in zip(old, reference, strict=True)]
+            reference = gradients.logps(stages.reference.prepared, groups)
+    entries = iter(
+        (group, PolicyLogps(old=mine, reference=theirs))
+        for group, mine, theirs in zip(groups, old, reference, strict=True)
+    )
+    return window.of_entries([[next(entries) for _ in step] for step in window.groups])

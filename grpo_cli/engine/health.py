@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
+from typing import Self
 
 import torch
 
@@ -24,37 +24,58 @@ class HealthWarning:
     message: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signs:
+    """What is true of all groups of a generation, or of some; of none, all of it.
+
+    Attributes:
+        truncated: Every completion was cut.
+        unscored: No reward function applied to any.
+        equal: The rewards within each group are equal.
+    """
+
+    truncated: bool
+    unscored: bool
+    equal: bool
+
+    @classmethod
+    def of(cls, scored: Sequence[ScoredGroup]) -> Self:
+        """Look at some groups."""
+        completions = (completion for one in scored for completion in one.group.completions)
+        return cls(
+            truncated=all(completion.finish_reason is FinishReason.LENGTH for completion in completions),
+            unscored=all(bool(torch.isnan(one.rewards).all()) for one in scored),
+            equal=all(_equal(one.rewards) for one in scored),
+        )
+
+
 class RunHealth:
     """Counts generations in a row that give no signal."""
 
     def __init__(self) -> None:
         self._in_a_row = {"truncated": 0, "unscored": 0, "equal": 0, "masked": 0}
 
-    def observe(self, scored: Sequence[ScoredGroup]) -> list[HealthWarning]:
-        """Look at one generation, and give the warnings that are due."""
-        completions = [completion for one in scored for completion in one.group.completions]
-        unscored = all(bool(torch.isnan(one.rewards).all()) for one in scored)
-        signs = {
-            "truncated": all(completion.finish_reason is FinishReason.LENGTH for completion in completions),
-            "unscored": unscored,
-            "equal": not unscored and all(_equal(one.rewards) for one in scored),
+    def observe(self, signs: Signs) -> list[HealthWarning]:
+        """Take in the signs of one generation, and give the warnings that are due."""
+        seen_of = {
+            "truncated": signs.truncated,
+            "unscored": signs.unscored,
+            "equal": signs.equal and not signs.unscored,
         }
         return [
             HealthWarning(key=f"health/{key}", message=_MESSAGES[key])
-            for key, seen in signs.items()
+            for key, seen in seen_of.items()
             if self._too_often(key, seen=seen)
         ]
 
     def observe_masked(self, masked: Masked) -> list[HealthWarning]:
         """Look at what the rollout correction leaves of one optimizer step, and give the warning if it is due."""
-        number, others = len(masked.lengths), len(masked.other_lengths)
+        number, others = round(masked.lengths.count), round(masked.other_lengths.count)
         if not self._too_often("masked", seen=number > MASKED_SHARE * (number + others)):
             return []
         text = f"the rollout correction leaves {number} of {number + others} completions of this step out of the policy term"
         if others:
-            text += (
-                f"; they have {mean(masked.lengths):.0f} tokens on average, the others {mean(masked.other_lengths):.0f}"
-            )
+            text += f"; they have {masked.lengths.result():.0f} tokens on average, the others {masked.other_lengths.result():.0f}"
         return [HealthWarning(key="health/masked", message=f"{text}: {_MASKED_ADVICE}")]
 
     def _too_often(self, key: str, *, seen: bool) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.division import Division, divide
 from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.prompts import LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
@@ -41,6 +42,15 @@ class SamplingInputs:
     tokenizer: Any
     vision: VisionProcessor | None
     held_out: Sequence[HeldOut]
+
+    @property
+    def division(self) -> Division:
+        """Which process samples what.
+
+        Raises:
+            TrainingError: As `divide` does.
+        """
+        return divide(self.recipe.vllm, rank=self.processes.rank, processes=self.processes.count)
 
     @property
     def first_prompt(self) -> Prompt:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_cli.scoring.trainer_state import RecentRewards
 from grpo_cli.types import ScoredGroup
@@ -25,14 +26,23 @@ class RewardMemory:
         self._names = tuple(names)
         self._generations: deque[dict[str, tuple[float, float, float]]] = deque(maxlen=GENERATIONS)
 
-    def observe(self, scored: Sequence[ScoredGroup]) -> None:
-        """Take in a generation; what stands in the place of a failure is left out."""
-        seen = {}
+    def sums(self, scored: Sequence[ScoredGroup]) -> Tensor:
+        """Sum up the rewards of some groups; what stands in the place of a failure is left out.
+
+        Returns:
+            float64 [F, 3]: count, sum and sum of squares, which can be added to those of other groups.
+        """
+        sums = torch.zeros(len(self._names), 3, dtype=torch.float64)
         for number, name in enumerate(self._names):
-            column = torch.cat([one.rewards[: 0 if name in one.failed else None, number] for one in scored]).double()
-            applied = column[~column.isnan()]
-            seen[name] = (float(len(applied)), applied.sum().item(), applied.square().sum().item())
-        self._generations.append(seen)
+            columns = [one.rewards[:, number] for one in scored if name not in one.failed]
+            applied = torch.cat([torch.empty(0), *columns]).double()
+            applied = applied[~applied.isnan()]
+            sums[number] = torch.stack([torch.tensor(float(len(applied))), applied.sum(), applied.square().sum()])
+        return sums
+
+    def observe(self, sums: Tensor) -> None:
+        """Take in the sums of a generation."""
+        self._generations.append(dict(zip(self._names, map(tuple, sums.tolist()), strict=True)))
 
     def recent(self) -> dict[str, RecentRewards]:
         """Give what there is to tell; functions that applied to nothing are left out."""

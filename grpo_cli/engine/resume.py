@@ -77,7 +77,7 @@ def find_resumed(recipe: Recipe, output_dir: Path, resume: str | None, say: Call
         return Resumed(continues=True, checkpoint=None, state=None, done=Done())
     state = read_state(checkpoint)
     _tell_changes(read_recipe(checkpoint), dataclasses.asdict(recipe), say)
-    if recipe.grpo.beta != 0 and state.window is not None and state.window.logps[0][0].reference is None:
+    if recipe.grpo.beta != 0 and state.window is not None and not state.window.has_reference:
         raise CheckpointError(
             "--resume: grpo.beta was 0 in the checkpoint's run, and its completions have no reference log-probabilities",
             hint="resume from a checkpoint at the end of a generation, or with grpo.beta: 0",

@@ -1,16 +1,21 @@
 """The rewards that a recipe names: loaded, and what failed of them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
+from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Metrics, Sum
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import RewardsSection
 from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.reward import Reward, has_state
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 
 
 def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Processes) -> Scorer:
-    """Load reward functions, in the main process alone; all processes come here.
+    """Load reward functions: in the main process alone, or with `rewards.spread` in each; all processes come here.
 
     Args:
         section: Names them: the run's, or that of a dataset of its evaluation.
@@ -18,20 +23,51 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
         processes: The processes of this run.
 
     Raises:
-        RewardError: There, if one cannot be called or constructed with the recipe's parameters.
+        RewardError: There, if one cannot be called or constructed with the recipe's parameters, or has a state that each process would
+            have another of.
         ModelError: There, if a reward model does not load.
     """
     scorer = None
-    if processes.is_main:
+    if section.spread:
+        section = _shared_limits(section, processes.count)
+    if processes.is_main or section.spread:
         trusts = loaded.recipe.model.trust_remote_code
         rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
         scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
-    return scorer if scorer is not None and processes.count == 1 else SharedScorer(scorer, processes)
+        if section.spread:
+            _refuse_states(rewards)
+    return (
+        scorer if scorer is not None and (section.spread or processes.count == 1) else SharedScorer(scorer, processes)
+    )
 
 
-def failed_too_often(scores: Scores, budget: float) -> bool:
+def _shared_limits(section: RewardsSection, processes: int) -> RewardsSection:
+    """Let the calls of all processes together be no more in a minute than the recipe allows."""
+    entries = [
+        entry if entry.calls_per_minute is None else replace(entry, calls_per_minute=entry.calls_per_minute / processes)
+        for entry in section.reward_funcs
+    ]
+    return replace(section, reward_funcs=entries)
+
+
+def _refuse_states(rewards: Sequence[Reward]) -> None:
+    """Refuse what a checkpoint would have to hold a state of, which each process would have another of.
+
+    Raises:
+        RewardError: If there is one.
+    """
+    for reward in rewards:
+        if has_state(reward.source):
+            raise RewardError(
+                f"rewards.spread: found true, but reward {reward.name!r} has a state (state_dict), which every process would have another "
+                "of; allowed with functions that have none",
+                hint="set rewards.spread: false, and the first process calls it on all completions",
+            )
+
+
+def failed_too_often(failed: int, prompts: int, budget: float) -> bool:
     """Tell whether reward functions failed on at least the share of the prompts that `rewards.failure_budget` does not allow."""
-    return scores.failed_prompts >= budget * len(scores.groups)
+    return failed >= budget * prompts
 
 
 def failure_metrics(scores: Scores) -> Metrics:

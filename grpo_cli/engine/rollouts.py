@@ -6,9 +6,7 @@ from typing import Any, Protocol
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.memory import automatic_cached_tokens
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
-from grpo_cli.errors import TrainingError
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.local.engine import LocalEngine
 
@@ -43,40 +41,14 @@ def open_rollouts(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack
         engine = _open(inputs, policy, told, stack)
         stack.callback(engine.close)
     else:
-        engines = count_engines(inputs.recipe.vllm, processes.count)
-        elsewhere = inputs.recipe.vllm.mode == "server" and not processes.is_main
+        elsewhere = inputs.division.main_only and not processes.is_main
         own = None if elsewhere else _open(inputs, policy, told, stack)
         if own is not None:
             stack.callback(own.close)
         engine = SpreadRollouts(
-            own, engines=engines, processes=processes, together=inputs.strategy.spread.weight_parts > 1
+            own, division=inputs.division, processes=processes, together=inputs.strategy.spread.weight_parts > 1
         )
     return engine
-
-
-def count_engines(vllm: VllmSection, processes: int) -> int:
-    """Count the engines that sample in a run; each is in an equal number of its processes.
-
-    Args:
-        vllm: The recipe's section.
-        processes: Of the run.
-
-    Raises:
-        TrainingError: If an engine is to be spread over a number of processes by which theirs cannot be divided.
-    """
-    if vllm.mode == "server":  # one process talks to the servers, which may be many
-        return 1
-    if vllm.mode is None:
-        return processes
-    size = vllm.tensor_parallel_size
-    if processes % size:
-        allowed = [str(number) for number in range(1, processes + 1) if processes % number == 0]
-        raise TrainingError(
-            f"vllm.tensor_parallel_size: found {size}, but this run has {processes} process{'es' if processes > 1 else ''}, which "
-            f"vllm.mode: colocate spreads each engine over; allowed: {', '.join(allowed)}",
-            hint=f"start it with --nproc {size}, or a multiple of {size}",
-        )
-    return processes // size
 
 
 def _open(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitStack) -> RolloutEngine:

@@ -11,7 +11,9 @@ from rich.console import Console
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
 from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
+from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.export import restore
+from grpo_cli.engine.handing_out import own_share
 from grpo_cli.engine.held_out import load_all_held_out, load_scorers
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.libraries import quiet_libraries
@@ -20,7 +22,6 @@ from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
 from grpo_cli.engine.resume import Resumed, find_resumed
 from grpo_cli.engine.rewards import load_scorer
-from grpo_cli.engine.rollouts import count_engines
 from grpo_cli.engine.run_directory import locked, refuse_to_overwrite, remove_run
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.settings import loop_settings
@@ -158,6 +159,8 @@ def _build_trainer(
     if inputs.state is not None and inputs.checkpoint is not None:
         state = inputs.state
         restore(stages, state, inputs.checkpoint)
+        if state.window is not None:
+            state = dataclasses.replace(state, window=own_share(state.window, stages.gradients))
         best = state.best
         if best is not None and (
             best.metric != recipe.eval.best_metric or not stages.checkpoints.path(best.step).is_dir()
@@ -180,6 +183,7 @@ def _check_agreement(trainer: Trainer, inputs: Inputs) -> None:
     forward = {"shares_prefix": gradients.shares_prefix, "splits_prompts": gradients.splits_prompts}
     inputs.processes.check_same(dataclasses.asdict(inputs.recipe), "settings in its recipe")
     inputs.processes.check_same({**forward, "step": trainer.state.step}, "ways to compute, or another checkpoint,")
+    inputs.processes.check_same(trainer.stages.prompts.state_dict(), "prompts")
 
 
 def _take_directory(trainer: Trainer, inputs: Inputs, resumed: Resumed) -> None:

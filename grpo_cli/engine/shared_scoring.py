@@ -1,17 +1,13 @@
-"""Rewards of many processes: the main one calls the functions, once per completion, and all get the rewards."""
+"""Reward functions of many processes: loaded in the main one alone, which calls them."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.messages import packed, unpacked
-from grpo_cli.metrics import from_plain, to_plain
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 from grpo_cli.scoring.trainer_state import TrainerState
-from grpo_cli.types import Group, ScoredGroup
+from grpo_cli.types import Group
 
 
 class Scorer(Protocol):
@@ -51,10 +47,7 @@ class Scorer(Protocol):
 
 
 class SharedScorer:
-    """The rewards of all processes.
-
-    A reward function sees all completions of a step at once, whatever the number of processes, and a slow one only lets the others
-    wait. The columns that it logs are known to the main process alone, which writes them.
+    """The main process's rewards.
 
     Args:
         scorer: The main process's; None elsewhere.
@@ -87,31 +80,15 @@ class SharedScorer:
             self._scorer.start(group, trainer_state)
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
-        """Score groups in the main process.
+        """Score groups in the main process; the others have none to score.
 
         Raises:
             RewardError: There, as `RewardScorer.score` does.
         """
-        if self._scorer is not None:
-            scores = self._scorer.score(groups, trainer_state)
-            self._processes.from_main(_message(scores))
-            return scores
-        tensors, told = unpacked(self._processes.from_main(None))
-        return Scores(
-            groups=tuple(
-                ScoredGroup(group=group, rewards=rewards, extras={}, dropped=dropped, failed=tuple(failed))
-                for group, rewards, dropped, failed in zip(
-                    groups,
-                    torch.split(tensors["rewards"], [len(group.completions) for group in groups]),
-                    told["dropped"],
-                    told["failed"],
-                    strict=True,
-                )
-            ),
-            metrics=from_plain(told["metrics"]),
-            logged=frozenset(told["logged"]),
-            problems=tuple(told["problems"]),
-        )
+        if self._scorer is None:
+            assert not groups, "only the main process calls reward functions"
+            return Scores(groups=(), metrics={})
+        return self._scorer.score(groups, trainer_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the state of the main process's rewards."""
@@ -126,14 +103,3 @@ class SharedScorer:
         """Release what the rewards hold."""
         if self._scorer is not None:
             self._scorer.close()
-
-
-def _message(scores: Scores) -> bytes:
-    told = {
-        "dropped": [one.dropped for one in scores.groups],
-        "metrics": to_plain(scores.metrics),
-        "logged": sorted(scores.logged),
-        "problems": list(scores.problems),
-        "failed": [list(one.failed) for one in scores.groups],
-    }
-    return packed({"rewards": torch.cat([one.rewards for one in scores.groups])}, told)

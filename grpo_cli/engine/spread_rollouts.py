@@ -1,31 +1,27 @@
-"""A rollout engine that is many: each samples its part of the prompts, and all processes get all completions."""
+"""The rollout engines of all processes: each samples its part of the prompts, and all fail together."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from grpo_cli.engine.collecting import prompt_checksum
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.messages import packed, unpacked
+from grpo_cli.engine.division import Division
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.engine import EngineLostError, OnGroup, RevivableEngine, RolloutEngine
-from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, Sampling, SyncReport
+from grpo_cli.types import Group, PolicyVersion, Prompt, Sampling, SyncReport
 
 T = TypeVar("T")
 
 
 class SpreadRollouts:
-    """The engines of all processes, as one.
+    """This process's engine among those of all processes.
 
     Args:
         engine: This process's, or its part of one; None: the main process's samples everything (a server, which one process talks to).
-        engines: How many there are. Each is in an equal number of neighbouring processes, which ask it for the same; the first of them
-            tells what it sampled.
+        division: Who samples what.
         processes: The processes of this run.
         together: Whether weights come only if all processes go through them.
 
@@ -34,14 +30,14 @@ class SpreadRollouts:
     """
 
     def __init__(
-        self, engine: RolloutEngine | None, *, engines: int, processes: Processes, together: bool = False
+        self, engine: RolloutEngine | None, *, division: Division, processes: Processes, together: bool = False
     ) -> None:
         own = 0 if engine is None else engine.weight_copies
-        self.weight_copies = engines * int(processes.from_main(str(own).encode()))
+        self.weight_copies = division.engines * int(processes.from_main(str(own).encode()))
         self._engine = engine
-        self._engines = engines
+        self._members = division.members
         self._processes = processes
-        self._led = together and engines == 1 and processes.count > 1
+        self._led = together and division.engines == 1 and processes.count > 1
         """Whether the other processes go through the weights whenever the main one does."""
 
     def generate(
@@ -53,23 +49,16 @@ class SpreadRollouts:
         seed_key: tuple[int | str, ...],
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """See `RolloutEngine`. The randomness of a completion does not depend on the process that samples it."""
+        """See `RolloutEngine`. The prompts are this process's part, as a `Division` says; all processes call at once."""
+        self._processes.check_same([sampling, num_generations, seed_key], "ways to sample")
         # Before they sample: those that share an engine would wait for each other for ever if they asked it for different things.
-        self._processes.check_same(_digest(prompts, sampling, num_generations, seed_key), "prompts")
-        engines, members = self._engines, self._processes.count // self._engines
-        engine, member = divmod(self._processes.rank, members)
-        part = prompts[engine::engines]
-        mine = self._all_or_none(
+        self._processes.check_same([prompt_checksum(one) for one in prompts], "prompts", among=self._members)
+        groups = self._all_or_none(
             lambda own: own.generate(
-                part, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
+                prompts, sampling, num_generations=num_generations, seed_key=seed_key, on_group=on_group
             )
         )
-        messages = self._processes.gather(_message([one.completions for one in mine or ()] if member == 0 else []))
-        told = [_completions(message) for message in messages[::members]]
-        return [
-            Group(prompt=prompt, completions=told[number % engines][number // engines])
-            for number, prompt in enumerate(prompts)
-        ]
+        return groups or []
 
     def sync(self, named_weights: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> SyncReport:
         """Give this process's engine the weights; what it took is the main process's to tell."""
@@ -127,9 +116,7 @@ class SpreadRollouts:
                 result = call(self._engine)
         except kind as error:
             failure = error
-        told = self._processes.gather(json.dumps(None if failure is None else [failure.message, failure.hint]).encode())
-        for message, hint in filter(None, map(json.loads, told)):
-            raise failure or kind(message, hint=hint)
+        self._processes.raise_together(failure, kind)
         return result
 
 
@@ -152,46 +139,3 @@ class LedWeights:
         finally:
             for _ in remaining:
                 pass
-
-
-def _digest(prompts: Sequence[Prompt], *settings: Any) -> str:
-    images = [[hashlib.sha256(image).hexdigest() for image in prompt.images] for prompt in prompts]
-    asked = [[(prompt.uid, prompt.ids) for prompt in prompts], images, *settings]
-    return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
-
-
-def _message(groups: Sequence[Sequence[Completion]]) -> bytes:
-    flat = [completion for group in groups for completion in group]
-    told = {
-        "sizes": [len(group) for group in groups],
-        "lengths": [len(one.ids) for one in flat],
-        "texts": [one.text for one in flat],
-        "finish_reasons": [one.finish_reason.value for one in flat],
-        "policy_versions": [one.policy_version for one in flat],
-    }
-    tensors = {
-        "ids": torch.tensor([token for one in flat for token in one.ids], dtype=torch.int64),
-        "logps": torch.cat([one.logps for one in flat]) if flat else torch.empty(0),
-    }
-    return packed(tensors, told)
-
-
-def _completions(message: bytes) -> list[tuple[Completion, ...]]:
-    tensors, told = unpacked(message)
-    ids = iter(tensors["ids"].tolist())
-    logps = torch.split(tensors["logps"], told["lengths"])
-    rest = zip(logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
-    return [
-        tuple(
-            Completion(
-                index=index,
-                ids=tuple(islice(ids, len(values))),
-                logps=values,
-                text=text,
-                finish_reason=FinishReason(reason),
-                policy_version=PolicyVersion(version),
-            )
-            for index, (values, text, reason, version) in zip(range(size), rest, strict=False)
-        )
-        for size in told["sizes"]
-    ]

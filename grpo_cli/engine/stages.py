@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from grpo_cli.data.sampler import PromptSource
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.division import Division
 from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.recent_rewards import RewardMemory
+from grpo_cli.engine.rewarding import Rewarding
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.strategies.strategy import Strategy
@@ -71,6 +73,7 @@ class Stages:
 
     Attributes:
         processes: The processes of this run.
+        division: Which of them samples what.
         strategy: How they train together.
         tokenizer: Saved with every model.
         processor_files: Saved with every model, too: what its own prepares images with, by name.
@@ -78,6 +81,7 @@ class Stages:
         weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
         scorer: Completions to rewards.
+        rewarding: Has the completions of all processes scored by it.
         reward_memory: How the latest generations were rewarded.
         advantage_settings: Rewards to advantages.
         gradients: Groups to gradients.
@@ -94,6 +98,7 @@ class Stages:
     """
 
     processes: Processes
+    division: Division
     strategy: Strategy
     tokenizer: Any
     processor_files: Mapping[str, bytes]
@@ -101,6 +106,7 @@ class Stages:
     weight_sync: WeightSync
     sampling: Sampling
     scorer: Scorer
+    rewarding: Rewarding
     reward_memory: RewardMemory
     advantage_settings: AdvantageSettings
     gradients: GradientPass

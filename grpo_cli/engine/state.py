@@ -25,7 +25,8 @@ class RunState:
     Attributes:
         step: Optimizer steps done.
         evaluated: Whether the evaluation that is due at this step has been done.
-        window: The rollout window that the next step trains on; None: the next step generates.
+        window: The rollout window that the next step trains on, of which this process has its share; None: the next step generates.
+        whole_window: All of it, in the main process, which writes it.
         position: Optimizer steps done in that window.
         num_tokens: Prompt and completion tokens generated so far.
         prompts_drawn: Prompts taken from the sampler so far.
@@ -37,6 +38,7 @@ class RunState:
     step: int = 0
     evaluated: bool = False
     window: RolloutWindow | None = None
+    whole_window: RolloutWindow | None = None
     position: int = 0
     num_tokens: int = 0
     prompts_drawn: int = 0
@@ -61,8 +63,8 @@ def write_state(state: RunState, folder: Path) -> None:
         "random": {"python": state.random.python, "numpy": state.random.numpy},
         "window": None,
     }
-    if state.window is not None:
-        description["window"], window_tensors = window_state(state.window)
+    if state.whole_window is not None:
+        description["window"], window_tensors = window_state(state.whole_window)
         tensors |= {f"window/{name}": value for name, value in window_tensors.items()}
     (folder / "state.json").write_text(json.dumps(description), encoding="utf-8")
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "state.safetensors")
@@ -82,7 +84,7 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> RunState:
-    """Read what `write_state` wrote.
+    """Read what `write_state` wrote. The window is a whole one.
 
     Raises:
         CheckpointError: If the files are not those of a run state.
@@ -90,11 +92,14 @@ def read_state(folder: Path) -> RunState:
     try:
         description = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "state.safetensors")
-        window = description["window"]
+        window = None
+        if description["window"] is not None:
+            window = window_from_state(description["window"], _below(tensors, "window/"))
         return RunState(
             step=description["step"],
             evaluated=description["evaluated"],
-            window=None if window is None else window_from_state(window, _below(tensors, "window/")),
+            window=window,
+            whole_window=window,
             position=description["position"],
             num_tokens=description["num_tokens"],
             prompts_drawn=description["prompts_drawn"],

@@ -1,11 +1,9 @@
 """One optimizer step: totals, micro-batches, gradients. And the passes that only look: old, reference, entropies."""
 
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import mean
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +11,15 @@ from torch import Tensor, nn
 from grpo_cli.device_memory import trim_heap
 from grpo_cli.engine.batching import (
     active_completions,
+    by_completion,
     micro_batch_size,
     micro_batches,
+    only,
     only_logps,
     sequence_tokens,
     step_totals,
 )
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.shares import Share, everyones, share_of
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.metrics import Mean, Metrics, MetricValue, Sum, merge
@@ -34,40 +33,59 @@ IDLE = (Segment(prompt_ids=(0,), completion_ids=((0,),)),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one process trains on in a step.
+
+    Attributes:
+        groups: Its completions.
+        active: By the number of a group, the indices of its completions that go through the model; groups without any are left out.
+    """
+
+    groups: Sequence[TrainingGroup]
+    active: Mapping[int, Sequence[int]]
+
+    def computed(self) -> list[TrainingGroup]:
+        """Give the groups with only the completions that go through the model."""
+        return [only(self.groups[number], indices) for number, indices in self.active.items()]
+
+    def by_completion(self, found: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Put what was found of the completion tokens into place.
+
+        Args:
+            found: Per micro-batch float [C].
+
+        Returns:
+            Per group G tensors, float32 [L], CPU; zeros for what was not computed.
+        """
+        joined = torch.cat(list(found)).float().cpu() if found else torch.empty(0)  # in one transfer
+        return by_completion(joined, self.groups, self.active)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepGradient:
     """What is known of an optimizer step once its gradient is computed.
 
     Attributes:
-        metrics: Those of the objective, and the tokens it took.
-        current: Per micro-batch float [C], on the device, no gradient: log-probabilities of its completion tokens.
+        metrics: Those of the objective, and the tokens it took, of all processes.
+        current: Per micro-batch float [C], on the device, no gradient: log-probabilities of this process's completion tokens.
         share: What this process computed of the step.
-        active: Which completions of each group were computed, by any process.
-        processes: The processes of this run.
     """
 
     metrics: Metrics
     current: Sequence[Tensor]
     share: Share
-    active: Sequence[Sequence[int]]
-    processes: Processes
-
-    @property
-    def groups(self) -> Sequence[TrainingGroup]:
-        """All completions of the step."""
-        return self.share.groups
 
     def logps(self) -> list[tuple[Tensor, ...]]:
         """Log-probabilities under the weights that the gradient is of: per group G tensors, float32 [L], CPU; zeros for what was left out.
 
-        They come from the device, and from the other processes, only when they are asked for: most runs go over a step once and do not
-        read them. All processes ask, or none.
+        They come from the device only when they are asked for: most runs go over a step once and do not read them.
         """
-        return everyones(self.share, self.current, self.processes)
+        return self.share.by_completion(self.current)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientPass:
-    """Turns groups into gradients.
+    """Turns groups into gradients. Each process has its own, which together are the step's.
 
     Attributes:
         processes: The processes of this run.
@@ -92,29 +110,35 @@ class GradientPass:
 
         Completions that add nothing to the gradient are left out of the forward, but not of the denominators.
 
+        Args:
+            policy: What is called instead of the policy in training.
+            groups: This process's share of the step.
+            logps: Old and reference log-probabilities of each group.
+
         Raises:
             TrainingError: If there is no memory for a single completion.
         """
-        active = self._active(groups)
-        share = self._share(groups, active)
-        totals = self._totals(policy, share, active)
+        share = self._share(groups)
+        totals, idle = self._totals(policy, share)
         # Together, and not whenever one process runs out of memory.
         expert_shares = self._expert_shares(policy, share) if self.processes.count > 1 else None
         began = time.monotonic()
         outcomes, current = self.budget.fit(
-            lambda: self._accumulate(
-                policy, share, logps, totals=totals, expert_shares=expert_shares, idle=not any(active)
-            )
+            lambda: self._accumulate(policy, share, logps, totals=totals, expert_shares=expert_shares, idle=idle)
         )
         seconds = time.monotonic() - began
         metrics = merge([self.processes.merge(merge(outcomes)), self._imbalance(seconds)])
         self.strategy.sum_gradients()
         self.budget.lower_to(self.processes.least(self.budget.tokens))
-        return StepGradient(metrics=metrics, current=current, share=share, active=active, processes=self.processes)
+        return StepGradient(metrics=metrics, current=current, share=share)
 
     @torch.no_grad()
     def logps(self, policy: nn.Module, groups: Sequence[TrainingGroup]) -> list[tuple[Tensor, ...]]:
-        """Compute log-probabilities under a model, and only those that `accumulate` will read.
+        """Compute log-probabilities under a model, and only those that `accumulate` will read. All processes do so at once.
+
+        Args:
+            policy: The model, as it is called in training.
+            groups: Of this process.
 
         Returns:
             Per group G tensors, float32 [L], CPU; zeros for completions that add nothing to the gradient.
@@ -122,9 +146,19 @@ class GradientPass:
         Raises:
             TrainingError: If there is no memory for a single completion.
         """
-        share = self._share(groups, self._active(groups))
-        found = self.budget.fit(lambda: [stats.logps for stats in self._statistics(policy, share)])
-        return everyones(share, found, self.processes)
+        share = self._share(groups)
+        return share.by_completion(self.budget.fit(lambda: [stats.logps for stats in self._statistics(policy, share)]))
+
+    def active(self, group: TrainingGroup) -> list[int]:
+        """Give the completions of a group that can add to the gradient.
+
+        Zero advantages count if they have a gradient all the same, or a say in another completion's. Routers are balanced over all.
+        """
+        if self._balances_experts:
+            return list(range(len(group.completion_ids)))
+        settings = self.settings
+        count = settings.beta != 0 or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
+        return active_completions(group, zero_advantages_count=count)
 
     def _accumulate(
         self,
@@ -143,7 +177,7 @@ class GradientPass:
             expert_shares = self._expert_shares(policy, share)
         batches = self._batches(share, logps)
         idle_rounds = self._idle_rounds(len(batches), least=1)
-        skipped = _tokens(share.owned_groups()) - _tokens(share.computed_groups())
+        skipped = _tokens(share.groups) - _tokens(share.computed())
         nothing = {"loss": Sum(0), "tokens/useful": Sum(0), "tokens/computed": Sum(0), "tokens/skipped": Sum(skipped)}
         outcomes: list[Metrics] = [nothing]
         current: list[Tensor] = []
@@ -190,8 +224,8 @@ class GradientPass:
         """Tell how much longer than the processes' mean the slowest one took for its gradients."""
         if self.processes.count == 1:
             return {}
-        told = [float(one) for one in self.processes.gather(str(seconds).encode())]
-        return {"processes/imbalance": Mean(max(told) / mean(told), 1)}
+        told = self.processes.everyones(torch.tensor([seconds], dtype=torch.float64))
+        return {"processes/imbalance": Mean((told.max() / told.mean()).item(), 1)}
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""
@@ -229,41 +263,32 @@ class GradientPass:
         found = self.budget.fit(
             lambda: [stats.routers for stats in self._statistics(policy, share, routers=True) if stats.routers]
         )
-        mine = [[*(one.shares * one.tokens).tolist(), one.tokens] for one in found]
-        told = [row for rows in self.processes.gather(json.dumps(mine).encode()) for row in json.loads(rows)]
-        if not told:
+        experts = self.processes.most(len(found[0].shares) if found else 0)
+        if not experts:
             return None
-        *experts, tokens = torch.tensor(told, dtype=torch.float64).sum(dim=0).unbind()
-        return (torch.stack(experts) / tokens).to(self.processes.device, torch.float32)
+        tokens = torch.zeros(experts + 1, dtype=torch.float64)  # by expert, and of all
+        for one in found:
+            tokens += torch.cat([one.shares.double().cpu() * one.tokens, torch.tensor([float(one.tokens)])])
+        *by_expert, of_all = self.processes.sum(tokens).unbind()
+        return (torch.stack(by_expert) / of_all).to(self.processes.device, torch.float32)
 
     @property
     def _balances_experts(self) -> bool:
         return self.settings.router_aux_loss_coef != 0
-
-    def _active(self, groups: Sequence[TrainingGroup]) -> list[list[int]]:
-        """Give the completions of each group that can add to the gradient.
-
-        Zero advantages count if they have a gradient all the same, or a say in another completion's. Routers are balanced over all.
-        """
-        if self._balances_experts:
-            return [list(range(len(group.completion_ids))) for group in groups]
-        settings = self.settings
-        count = settings.beta != 0 or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
-        return [active_completions(group, zero_advantages_count=count) for group in groups]
 
     def _guard(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """Watch the memory of a micro-batch's forward and backward."""
         tokens = micro_batch_size(batch, shares_prefix=self.shares_prefix)
         return self.budget.guard(tokens=tokens, completions=batch.tokens.advantages.numel())
 
-    def _share(self, groups: Sequence[TrainingGroup], active: Sequence[Sequence[int]]) -> Share:
-        processes = self.processes
-        return share_of(processes.rank, groups, active, count=processes.count, shares_prefix=self.shares_prefix)
+    def _share(self, groups: Sequence[TrainingGroup]) -> Share:
+        active = {number: self.active(group) for number, group in enumerate(groups)}
+        return Share(groups=groups, active={number: indices for number, indices in active.items() if indices})
 
     def _batches(self, share: Share, logps: Sequence[PolicyLogps]) -> list[MicroBatch]:
         return micro_batches(
-            share.computed_groups(),
-            [only_logps(logps[number], indices) for number, indices in share.computed.items()],
+            share.computed(),
+            [only_logps(logps[number], indices) for number, indices in share.active.items()],
             micro_batch_tokens=self.budget.tokens,
             shares_prefix=self.shares_prefix,
             # The load-balancing loss of a part needs the router logits of its prompt.
@@ -271,32 +296,39 @@ class GradientPass:
             device=self.processes.device,
         )
 
-    def _totals(self, policy: nn.Module, share: Share, active: Sequence[Sequence[int]]) -> StepTotals:
-        """Count the step's denominators. An entropy quantile is one of the whole step, so it takes a pass of its own."""
-        groups = share.groups
-        totals = replace(
-            step_totals(groups),
-            local_tokens=step_totals(share.owned_groups()).completion_tokens,
+    def _totals(self, policy: nn.Module, share: Share) -> tuple[StepTotals, bool]:
+        """Count the step's denominators, and tell whether no process has anything to compute.
+
+        An entropy quantile is one of the whole step, so it takes a pass of its own.
+        """
+        own = step_totals(share.groups)
+        counts = [own.completion_tokens, own.sequences, sequence_tokens(share.computed()), len(share.active)]
+        tokens, sequences, router_tokens, groups = self.processes.sum(
+            torch.tensor(counts, dtype=torch.float64)
+        ).tolist()
+        totals = StepTotals(
+            completion_tokens=tokens,
+            sequences=sequences,
+            local_tokens=own.completion_tokens,
             processes=self.processes.count,
-            router_tokens=sequence_tokens(groups, active),
+            entropy_tokens=tokens,
+            router_tokens=router_tokens,
         )
-        if self.settings.top_entropy_quantile >= 1.0 or not any(active):
-            return totals
+        if self.settings.top_entropy_quantile >= 1.0 or groups == 0:
+            return totals, groups == 0
         found = self.budget.fit(lambda: [stats.entropies for stats in self._statistics(policy, share)])
-        values_of = everyones(share, found, self.processes)
-        entropies = torch.cat(
-            [values[index] for values, indices in zip(values_of, active, strict=True) for index in indices]
+        own_entropies = [
+            values[index]
+            for number, values in enumerate(share.by_completion(found))
+            for index in share.active.get(number, ())
+            if share.groups[number].in_loss[index]
+        ]
+        entropies = self.processes.everyones(torch.cat([torch.empty(0), *own_entropies]))
+        threshold = entropy_threshold(
+            entropies, torch.ones_like(entropies, dtype=torch.bool), self.settings.top_entropy_quantile
         )
-        in_loss = torch.cat(
-            [
-                torch.full((len(group.completion_ids[index]),), group.in_loss[index])
-                for group, indices in zip(groups, active, strict=True)
-                for index in indices
-            ]
-        )
-        threshold = entropy_threshold(entropies, in_loss, self.settings.top_entropy_quantile)
-        kept = int(((entropies >= threshold) & in_loss).sum())
-        return replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
+        kept = int((entropies >= threshold).sum())
+        return replace(totals, entropy_threshold=threshold, entropy_tokens=kept), False
 
 
 def _with_prompts(batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, SplitPrompt | None]]:

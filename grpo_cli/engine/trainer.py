@@ -11,6 +11,7 @@ from grpo_cli.engine.checkpoint_store import BestCheckpoint
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.export import save_checkpoint, save_final_model
 from grpo_cli.engine.generation import Generation, generate, trainer_state
+from grpo_cli.engine.handing_out import brought_together
 from grpo_cli.engine.masked import masked_completions
 from grpo_cli.engine.randomness import RandomState
 from grpo_cli.engine.signals import StopSignals
@@ -20,7 +21,7 @@ from grpo_cli.engine.step import StepGradient, gradient_metrics
 from grpo_cli.errors import CheckpointError, Interrupted, TrainingError
 from grpo_cli.metrics import Max, Mean, Metrics, Min, Sum, merge
 from grpo_cli.policy.adapter_dropout import dropped_inputs
-from grpo_cli.telemetry.recorder import Evaluation, Rollouts
+from grpo_cli.telemetry.recorder import Evaluation
 from grpo_cli.types import PolicyLogps, StepReport
 
 
@@ -68,7 +69,7 @@ class Trainer:
         clock = Clock(stages.recorder.phase)
         generation: Generation | None = None
         with self._interruptible():
-            window, position = state.window, state.position
+            window, whole, position = state.window, state.whole_window, state.position
             if window is None:
                 generation = generate(stages, settings, state, clock)
                 window, position = generation.window, 0
@@ -80,6 +81,8 @@ class Trainer:
             self._watch_correction(gradient, logps)
             if position == 0 and window.iterations > 1:  # no weight has moved yet: the next passes compare with these
                 window = window.with_old(0, gradient.logps())
+            if position == 0 and window.length > 1:
+                whole = brought_together(window, stages.processes)
 
         self._restart = None  # from here to the commit, weights and state do not belong together
         with clock.phase("optimizer"):
@@ -87,18 +90,19 @@ class Trainer:
         step = state.step + 1
         if stages.reference is not None:
             stages.reference.mix_if_due(stages.policy, step, parts=stages.strategy.own_parts)
-        drawn = 0 if generation is None else len(generation.scored)
+        goes_on = position + 1 < window.length
         self.state = replace(
             state,
             step=step,
             evaluated=False,
-            window=window if position + 1 < window.length else None,
+            window=window if goes_on else None,
+            whole_window=whole if goes_on else None,
             position=(position + 1) % window.length,
             num_tokens=state.num_tokens + (0 if generation is None else generation.tokens),
-            prompts_drawn=state.prompts_drawn + drawn,
+            prompts_drawn=state.prompts_drawn + (0 if generation is None else generation.prompts),
         )
-        behind = state.step - groups[0].policy_version
-        versions: Metrics = {"policy_version": Max(groups[0].policy_version), "staleness": Mean(behind, 1)}
+        sampled_by = window.policy_version
+        versions: Metrics = {"policy_version": Max(sampled_by), "staleness": Mean(state.step - sampled_by, 1)}
         self._commit()
         self._record(clock, merge([gradient.metrics, step_metrics, versions, self._memory_metrics()]), generation)
 
@@ -121,8 +125,8 @@ class Trainer:
         if correction is None:
             return
         old = [entry.old for entry in logps if entry.old is not None] or gradient.logps()
-        masked = masked_completions(gradient.groups, gradient.active, old, correction)
-        for warning in self.stages.health.observe_masked(masked):
+        masked = masked_completions(gradient.share.groups, gradient.share.active, old, correction)
+        for warning in self.stages.health.observe_masked(masked.of_all(self.stages.processes)):
             self.stages.recorder.warn(warning.key, warning.message)
 
     def _apply_gradient(self) -> Metrics:
@@ -172,7 +176,7 @@ class Trainer:
         rollouts = None
         if generation is not None:
             metrics = merge([generation.metrics, metrics])
-            rollouts = Rollouts(scored=generation.scored, advantages=generation.advantages)
+            rollouts = generation.rollouts
         metrics = {
             **metrics,
             "num_tokens": Sum(self.state.num_tokens),

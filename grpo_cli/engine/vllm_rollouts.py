@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 import torch
 
 from grpo_cli.device_memory import total_memory
+from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.inputs import SamplingInputs
-from grpo_cli.engine.rollouts import Told, count_engines, dtype_name
+from grpo_cli.engine.rollouts import Told, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights

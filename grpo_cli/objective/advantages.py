@@ -5,7 +5,7 @@ out of every mean and standard deviation. Standard deviations are unbiased (n - 
 Computed in float64, so that an advantage does not depend on the order of additions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,14 +57,26 @@ class AdvantageSettings:
     multi_objective_aggregation: MultiObjectiveAggregation = MultiObjectiveAggregation.SUM_THEN_NORMALIZE
 
 
-def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings) -> tuple[Tensor, ...]:
-    """Advantages of a step's groups.
+Everyones = Callable[[Tensor], Tensor]
+"""Puts values of the completions of some groups, [N] or [N, ...], together with those of all other groups of the step."""
+
+
+def _alone(values: Tensor) -> Tensor:
+    """Have no other groups than these."""
+    return values
+
+
+def advantages(
+    rewards: Sequence[Tensor], settings: AdvantageSettings, everyones: Everyones = _alone
+) -> tuple[Tensor, ...]:
+    """Advantages of a step's groups, or of some of them.
 
     A group whose rewards are all equal (to float32 rounding) has advantages of exactly 0.
 
     Args:
-        rewards: One float [G, F] per group, of all processes (the step's standard deviation needs them together); G may differ.
+        rewards: One float [G, F] per group; G may differ.
         settings: Weights and normalisation.
+        everyones: Knows the other groups, for the step's standard deviation; left out: there are none.
 
     Returns:
         One float32 [G] per group.
@@ -72,8 +84,6 @@ def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings) -> tuple[
     Raises:
         ValueError: If a group does not have one reward per weight.
     """
-    if not rewards:
-        return ()
     _check_shapes(rewards, settings)
     normalize_first = settings.multi_objective_aggregation == MultiObjectiveAggregation.NORMALIZE_THEN_SUM
     scores = [_normalized(group.double()) if normalize_first else group.double() for group in rewards]
@@ -81,7 +91,7 @@ def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings) -> tuple[
     sums = _weighted_sums(scores, settings.weights)
     deviations = [_deviation(total, size) for total, size in sums]
     if normalize_first or settings.scale_rewards == ScaleRewards.BATCH:
-        scale = _std(torch.cat([total for total, _ in sums])) + EPSILON
+        scale = _std(everyones(_joined([total for total, _ in sums]))) + EPSILON
         scaled = [deviation / scale for deviation in deviations]
     elif settings.scale_rewards == ScaleRewards.GROUP:
         scaled = [deviation / (_std(total) + EPSILON) for deviation, (total, _) in zip(deviations, sums, strict=True)]
@@ -90,8 +100,10 @@ def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings) -> tuple[
     return tuple(values.nan_to_num(nan=0.0).float() for values in scaled)
 
 
-def reward_metrics(rewards: Sequence[Tensor], names: Sequence[str], settings: AdvantageSettings) -> Metrics:
-    """Statistics of a step's rewards before any normalisation.
+def reward_metrics(
+    rewards: Sequence[Tensor], names: Sequence[str], settings: AdvantageSettings, everyones: Everyones = _alone
+) -> Metrics:
+    """Statistics of a step's rewards before any normalisation; those of some groups can be merged with those of the others.
 
     `reward` is the weighted sum over functions. Standard deviations are over all completions of the step. `frac_reward_zero_std` is
     the share of groups whose `reward` is the same for all scored completions: such a group teaches nothing. One scored
@@ -101,6 +113,7 @@ def reward_metrics(rewards: Sequence[Tensor], names: Sequence[str], settings: Ad
         rewards: One float [G, F] per group.
         names: One name per reward function (F).
         settings: Weights.
+        everyones: Knows the other groups, for the standard deviations; left out: there are none.
 
     Returns:
         reward/{name}/mean, reward/{name}/std, reward, reward_std, frac_reward_zero_std. A standard deviation is one number per call:
@@ -110,18 +123,19 @@ def reward_metrics(rewards: Sequence[Tensor], names: Sequence[str], settings: Ad
         ValueError: If a group does not have one reward per name and weight.
     """
     _check_shapes(rewards, settings)
-    columns = torch.cat([torch.empty(0, len(settings.weights)), *rewards]).double().unbind(dim=1)
-    metrics: dict[str, MetricValue] = {}
-    for name, column in zip(names, columns, strict=True):
-        metrics[f"reward/{name}/mean"] = _mean_metric(column)
-        metrics[f"reward/{name}/std"] = _std_metric(column)
+    columns = torch.cat([torch.empty(0, len(settings.weights)), *rewards]).double()
     sums = _weighted_sums([group.double() for group in rewards], settings.weights)
-    totals = torch.cat([torch.empty(0, dtype=torch.float64), *(total for total, _ in sums)])
+    totals = _joined([total for total, _ in sums])
+    everywhere = everyones(torch.cat([columns, totals[:, None]], dim=1)).unbind(dim=1)
+    metrics: dict[str, MetricValue] = {}
+    for name, column, of_all in zip(names, columns.unbind(dim=1), everywhere[:-1], strict=True):
+        metrics[f"reward/{name}/mean"] = _mean_metric(column)
+        metrics[f"reward/{name}/std"] = _std_metric(of_all)
     flat = [
         _is_flat(scored, size) for scored, size in ((_scored(total), size) for total, size in sums) if scored.numel()
     ]
     metrics["reward"] = _mean_metric(totals)
-    metrics["reward_std"] = _std_metric(totals)
+    metrics["reward_std"] = _std_metric(everywhere[-1])
     metrics["frac_reward_zero_std"] = Mean(float(sum(flat)), float(len(flat)))
     return metrics
 
@@ -130,6 +144,11 @@ def _check_shapes(rewards: Sequence[Tensor], settings: AdvantageSettings) -> Non
     for group in rewards:
         if group.dim() != 2 or group.shape[1] != len(settings.weights):
             raise ValueError(f"rewards of shape {tuple(group.shape)} do not fit {len(settings.weights)} reward weights")
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Put float64 [G] of groups, of which there may be none, behind each other."""
+    return torch.cat([torch.empty(0, dtype=torch.float64), *values])
 
 
 def _normalized(group: Tensor) -> Tensor:

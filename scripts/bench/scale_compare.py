@@ -3,8 +3,8 @@
     scripts/bench/scale                    1 to 4,096 ranks, 10,000 to 100,000,000 prompts, the numbers of the README: some 4 minutes
     scripts/bench/scale --quick            few ranks and prompts: shows that everything works; its numbers mean nothing
 
-A process plays one rank of a step that is made up: 2 prompts and 16 completions a rank, of uneven lengths. It runs what trains, and finds
-what the other ranks would have sent; how long a network takes to bring it is not measured here, nor are the policy and the sampling. The
+A process plays a rank of a step that is made up, and what the main one does besides: 2 prompts and 16 completions a rank, of uneven
+lengths. It runs what trains, and finds what the other ranks would have sent; how long a network takes to bring it is not measured here, nor are the policy and the sampling. The
 sampler draws from a dataset that repeats its rows. The sizes take turns, and medians are compared with 1 rank and with 10,000 prompts.
 """
 
@@ -31,8 +31,8 @@ from rich.console import Console
 
 from bench.compare import processor
 from bench.measure import resident_bytes
-from bench.scale_rank import PARTS, STAGES
-from bench.scale_report import prompts_table, ranks_table
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES
+from bench.scale_report import main_table, prompts_table, ranks_table
 from bench.scale_step import (
     COMPLETION_TOKENS,
     NUM_GENERATIONS,
@@ -71,7 +71,8 @@ def main() -> int:
     prompts, held_bytes = _measure_prompts(arguments.prompts, arguments.repeats)
     console.print(prompts_table(prompts, held_bytes))
     ranks = _measure_ranks(arguments.ranks, arguments.repeats)
-    console.print(ranks_table({name: ranks[name] for name in STAGES}, {name: ranks[name] for name in PARTS}))
+    console.print(ranks_table({name: ranks[name] for name in RANK_STAGES}, {name: ranks[name] for name in RANK_PARTS}))
+    console.print(main_table({name: ranks[name] for name in MAIN_STAGES}))
     conditions = _conditions()
     console.print(", ".join(f"{name} {value}" for name, value in conditions.items()), highlight=False, soft_wrap=True)
     if arguments.json is not None:
@@ -110,7 +111,7 @@ def _arguments() -> argparse.Namespace:
 def _measure_ranks(counts: Sequence[int], repeats: int) -> Times:
     """Measure every stage with every number of ranks, in turns."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    times: Times = {name: {count: [] for count in counts} for name in (*STAGES, *PARTS)}
+    times: Times = {name: {count: [] for count in counts} for name in (*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         workers = {}

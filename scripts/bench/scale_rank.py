@@ -4,17 +4,15 @@ It is the code that trains. The messages of the other ranks are made beforehand,
 are written to memory, as a network would.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle, islice
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from bench.scale_simulation import CPU, FreePolicy, NoExchange, SimulatedProcesses
+from bench.scale_simulation import CPU, FreePolicy, NoExchange, OverheardProcesses, SimulatedProcesses, overheard
 from bench.scale_step import (
     NUM_GENERATIONS,
-    PROMPTS_PER_RANK,
     REWARDS,
     SAMPLING,
     MadeUpEngine,
@@ -23,186 +21,207 @@ from bench.scale_step import (
     made_up_scores,
 )
 from grpo_cli.data.sampler import PromptSampler
-from grpo_cli.engine.batching import active_completions, micro_batches
-from grpo_cli.engine.shared_scoring import SharedScorer
-from grpo_cli.engine.shares import Share, share_of
+from grpo_cli.engine.collecting import groups_message
+from grpo_cli.engine.division import Division
+from grpo_cli.engine.handing_out import handed_out
+from grpo_cli.engine.rewarding import Drawn, RewardedByMain, rewards_message
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
-from grpo_cli.engine.window import training_groups
+from grpo_cli.engine.window import RolloutWindow, new_window, training_groups
+from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import AdvantageSettings, advantages, reward_metrics
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.settings import LossType
 from grpo_cli.scoring.trainer_state import TrainerState
+from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.rollouts import rollout_metrics
-from grpo_cli.types import Group, PolicyLogps, Prompt, TrainingGroup
+from grpo_cli.types import Group, PolicyLogps, PolicyVersion, ScoredGroup
 
 MICRO_BATCH_TOKENS = 4096
 NOW = TrainerState(global_step=0, max_steps=1, epoch=0.0, progress=0.0)
 REWARD_SETTINGS = AdvantageSettings(weights=(1.0, 0.5))
 OBJECTIVE = ObjectiveSettings(loss_type=LossType.DAPO, max_completion_length=SAMPLING.max_tokens)
-RANKS_WITH_METRICS = 16
-"""The metrics of so many ranks are computed; the others tell the same over again."""
 
 
-class SimulatedRank:
-    """The rank in the middle of many. What is named as a stage prepares the stage, and gives what is to be timed.
+class SimulatedStep:
+    """A step of many ranks. What is named as a stage prepares the stage for one of them, and gives what is to be timed.
 
     Args:
         count: Number of ranks.
         sampler: Draws the prompts of this step, and of others.
+        prompts_per_rank: How many each samples.
     """
 
-    def __init__(self, count: int, sampler: PromptSampler) -> None:
+    def __init__(self, count: int, sampler: PromptSampler, prompts_per_rank: int) -> None:
         self.count = count
-        self.rank = count // 2
         self.sampler = sampler
-        self.prompts = sampler.take(count * PROMPTS_PER_RANK)
+        self.prompts = sampler.take(count * prompts_per_rank)
         self.groups = made_up_groups(self.prompts)
-        self.scores = made_up_scores(self.groups)
-        self.trained = self._with_advantages()
+        self.scored = made_up_scores(self.groups)
         self._engine = MadeUpEngine({group.prompt.uid: group for group in self.groups})
-        self._rollouts = [self._rollouts_of(rank) for rank in range(count)]
-        self._rewards = self._told_rewards()
-        self._metrics = [self._metrics_of(rank) for rank in range(min(count, RANKS_WITH_METRICS))]
+        self._completions = [groups_message(self.groups_of(rank)) for rank in range(count)]
+        told: list[Tensor] = []
+        reward_metrics([one.rewards for one in self.scored], REWARDS, REWARD_SETTINGS, _into(told))
+        self._rewards = _bytes_of(told[0], count)
+        self._told_rewards = rewards_message(self.scored, REWARDS)
+        windows = [self.held(rank) for rank in range(count)]
+        self._outlines = [_outline_of(rank, count, window) for rank, window in enumerate(windows)] if count > 1 else []
 
-    def draw_prompts(self) -> Callable[[], list[Prompt]]:
-        """All ranks draw the prompts of all: each is a function of the seed."""
-        return partial(self.sampler.take, len(self.prompts))
+    def division(self, rank: int) -> Division:
+        """Say what a rank samples: every one has an engine."""
+        return Division(rank=rank, processes=self.count, engines=self.count)
 
-    def gather_completions(self) -> Callable[[], list[Group]]:
-        """All ranks come to have all completions, which one rollout engine each has sampled."""
-        processes = self._processes()
-        if self.count > 1:
-            processes.main_tells(b"0")  # copies of the weights that an engine has
-        spread = SpreadRollouts(self._engine, engines=self.count, processes=processes)
-        if self.count > 1:
-            processes.others_agree(times=2)  # about the prompts, and that nothing failed
-            processes.others_tell(self._rollouts)
-        return partial(_sampled, spread, self.prompts)
+    def places(self, rank: int) -> range:
+        """Give the places of its prompts."""
+        return self.division(rank).kept(len(self.prompts))
 
-    def gather_rewards(self) -> Callable[[], object]:
-        """The main rank scores, and tells the others."""
-        processes = self._processes()
-        if self.count > 1:
-            processes.main_tells(b'["accuracy", "length"]')
-        scorer: Any = MadeUpScorer(self.scores) if processes.is_main else None
-        shared = SharedScorer(scorer, processes)
-        if self.count > 1:
-            processes.main_tells(self._rewards)
-        return partial(shared.score, self.groups, NOW)
+    def groups_of(self, rank: int) -> list[Group]:
+        """Give the groups that it samples."""
+        return self.groups[self.places(rank).start : self.places(rank).stop]
 
-    def compute_advantages(self) -> Callable[[], list[TrainingGroup]]:
-        """All ranks compute all advantages, and the metrics of completions and rewards."""
+    def scored_of(self, rank: int) -> Sequence[ScoredGroup]:
+        """Give the same with their rewards."""
+        return self.scored[self.places(rank).start : self.places(rank).stop]
 
-        def call() -> list[TrainingGroup]:
-            rollout_metrics(self.scores.groups)
-            reward_metrics([one.rewards for one in self.scores.groups], REWARDS, REWARD_SETTINGS)
-            return self._with_advantages()
+    def held(self, rank: int) -> RolloutWindow:
+        """Give what it has of the step before it gets its share."""
+        scored = self.scored_of(rank)
+        values = advantages([one.rewards for one in scored], REWARD_SETTINGS)
+        trained = training_groups(scored, values, mask_truncated=False)
+        return new_window([trained], iterations=1, policy_version=PolicyVersion(0))
+
+    def draw_prompts(self, rank: int) -> Callable[[], object]:
+        """A rank builds the prompts that it samples, of all that are drawn."""
+        return partial(self.sampler.take, len(self.prompts), self.places(rank))
+
+    def agree_on_rollouts(self, rank: int) -> Callable[[], object]:
+        """Around sampling: ranks make sure that they sample in the same way, and that none has failed."""
+        processes = self._processes(rank)
+        processes.main_tells(b"0")  # copies of the weights that an engine has
+        spread = SpreadRollouts(self._engine, division=self.division(rank), processes=processes)
+        processes.others_agree(times=2)
+        prompts = [group.prompt for group in self.groups_of(rank)]
+        return lambda: spread.generate(prompts, SAMPLING, num_generations=NUM_GENERATIONS, seed_key=(0, "train", 0))
+
+    def get_rewards(self, rank: int) -> Callable[[], object]:
+        """A rank sends what it sampled to the main one, and gets the rewards."""
+        processes = self._processes(rank)
+        processes.main_tells(self._told_rewards)
+        rewarding = RewardedByMain(
+            scorer=self._scorer(self.scored_of(rank)), processes=processes, division=self.division(rank)
+        )
+        drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
+        return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
+
+    def compute_advantages(self, rank: int) -> Callable[[], object]:
+        """A rank computes the advantages of what it sampled, and metrics, for which it needs the rewards of all."""
+        processes, scored = self._processes(rank), self.scored_of(rank)
+        processes.others_tell(self._rewards)
+
+        def call() -> object:
+            rewards = [one.rewards for one in scored]
+            told = reward_metrics(rewards, REWARDS, REWARD_SETTINGS, processes.everyones)
+            return merge([rollout_metrics(scored), told]), self.held(rank)
 
         return call
 
-    def pass_for_logps(self) -> Callable[[], list[tuple[torch.Tensor, ...]]]:
-        """The pass that computes old or reference log-probabilities, and gathers them."""
-        processes = self._processes()
-        processes.others_add(torch.cat([logps for group in self.trained for logps in group.behaviour_logps]))
-        return partial(_gradient_pass(processes).logps, FreePolicy(), self.trained)
+    def hand_out(self, rank: int) -> Callable[[], RolloutWindow]:
+        """Ranks find out who trains on what, and send it there."""
+        processes, held = self._processes(rank), self.held(rank)
+        processes.others_tell(self._outlines)
+        if self.count > 1:
+            _, senders = self._sent_by(rank)
+            processes.others_send({sender: self._sent_by(sender)[0][rank] for sender in senders})
+        return partial(handed_out, held, gradient_pass(processes))
 
-    def pass_for_gradient(self) -> Callable[[], object]:
-        """The pass that computes the gradient: balance, micro-batches, loss, metrics."""
-        processes = self._processes()
-        processes.others_tell(self._metrics_of_all())
-        processes.others_tell([b"1.0"] * self.count)  # the seconds that each took
-        logps = [PolicyLogps()] * len(self.trained)
-        return partial(_gradient_pass(processes).accumulate, FreePolicy(), self.trained, logps)
+    def pass_for_logps(self, rank: int) -> Callable[[], object]:
+        """The pass that computes old or reference log-probabilities."""
+        share = self.hand_out(rank)()
+        return partial(gradient_pass(self._processes(rank)).logps, FreePolicy(), share.groups[0])
 
-    def balance(self) -> Callable[[], Share]:
-        """Who computes what."""
-        return lambda: share_of(self.rank, self.trained, _active(self.trained), count=self.count, shares_prefix=True)
+    def pass_for_gradient(self, rank: int) -> Callable[[], object]:
+        """The pass that computes the gradient: totals, micro-batches, loss, metrics."""
+        share = self.hand_out(rank)()
+        processes = self._processes(rank)
+        processes.others_are_silent(times=2)  # in the sums of the totals and of the metrics
+        processes.others_tell([bytes(8)] * self.count)  # the seconds that each took
+        processes.know(self.metrics_of(rank))
+        return partial(gradient_pass(processes).accumulate, FreePolicy(), share.groups[0], share.logps[0])
 
-    def make_micro_batches(self) -> Callable[[], object]:
-        """The rank's share becomes micro-batches."""
-        share = self.balance()()
-        return lambda: micro_batches(
-            share.computed_groups(),
-            [PolicyLogps()] * len(share.computed),
-            micro_batch_tokens=MICRO_BATCH_TOKENS,
-            shares_prefix=True,
-            device=CPU,
-        )
-
-    def gather_metrics(self) -> Callable[[], object] | None:
+    def merge_metrics(self, rank: int) -> Callable[[], object] | None:
         """All ranks come to have the metrics of all; None: a single one has nobody to tell."""
         if self.count == 1:
             return None
-        processes = self._processes()
-        processes.others_tell(self._metrics_of_all())
-        own = _gradient_pass(SimulatedProcesses(rank=0, count=1)).accumulate(
-            FreePolicy(), self.trained[:PROMPTS_PER_RANK], [PolicyLogps()] * PROMPTS_PER_RANK
-        )
-        return partial(processes.merge, own.metrics)
+        processes, metrics = self._processes(rank), self.metrics_of(rank)
+        processes.know(metrics)
+        return partial(processes.merge, metrics)
 
-    def _processes(self) -> SimulatedProcesses:
-        return SimulatedProcesses(rank=self.rank, count=self.count)
+    def draw_all_prompts(self) -> Callable[[], object]:
+        """The main rank builds all prompts, to score and record what was made of them."""
+        return partial(self.sampler.take, len(self.prompts))
 
-    def _with_advantages(self) -> list[TrainingGroup]:
-        values = advantages([one.rewards for one in self.scores.groups], REWARD_SETTINGS)
-        return training_groups(self.scores.groups, values, mask_truncated=False)
+    def score_all(self) -> Callable[[], object]:
+        """The main rank gets all completions, scores them, and tells the rewards."""
+        processes = self._processes(0)
+        if self.count > 1:
+            processes.others_send(dict(enumerate(self._completions)))
+        rewarding = RewardedByMain(scorer=self._scorer(self.scored), processes=processes, division=self.division(0))
+        drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
+        return partial(rewarding.score, self.groups_of(0), drawn, NOW)
 
-    def _rollouts_of(self, rank: int) -> bytes:
-        """Give what a rank tells of the completions that it sampled."""
-        alone = SimulatedProcesses(rank=0, count=1)
-        _sampled(SpreadRollouts(self._engine, engines=1, processes=alone), self.prompts[rank :: self.count])
-        return alone.told[-1]
+    def record_all(self) -> Callable[[], object]:
+        """The main rank makes the table of all completions that it writes."""
+        values = [0.0] * (len(self.prompts) * NUM_GENERATIONS)
+        return partial(completion_table, self.scored, REWARDS, step=0, advantages=values)
 
-    def _told_rewards(self) -> bytes:
-        """Give what the main rank tells of the rewards."""
-        alone = SimulatedProcesses(rank=0, count=1)
-        scorer: Any = MadeUpScorer(self.scores)
-        SharedScorer(scorer, alone).score(self.groups, NOW)
-        return alone.told[-1]
+    def metrics_of(self, rank: int) -> Metrics:
+        """Give what it tells of the completions that it trained on; here these are those of its own prompts."""
+        groups = self.held(rank).groups[0]
+        alone = gradient_pass(SimulatedProcesses(rank=0, count=1))
+        return alone.accumulate(FreePolicy(), groups, [PolicyLogps()] * len(groups)).metrics
 
-    def _metrics_of(self, rank: int) -> bytes:
-        """Give what a rank tells of the completions that it trained on; here these are those of its own prompts."""
-        own = self.trained[rank :: self.count]
-        alone = SimulatedProcesses(rank=0, count=1)
-        gradient = _gradient_pass(alone).accumulate(FreePolicy(), own, [PolicyLogps()] * len(own))
-        pair = SimulatedProcesses(rank=0, count=2)
-        pair.others_tell([b"", b"{}"])
-        pair.merge(gradient.metrics)
-        return pair.told[-1]
+    def _sent_by(self, rank: int) -> tuple[Mapping[int, bytes], Sequence[int]]:
+        """Give what a rank sends to whom when completions are handed out, and who sends it some."""
+        processes = OverheardProcesses(rank=rank, count=self.count)
+        processes.others_tell(self._outlines)
+        sent: tuple[Mapping[int, bytes], Sequence[int]]
+        sent = overheard(partial(handed_out, self.held(rank), gradient_pass(processes)))
+        return sent
 
-    def _metrics_of_all(self) -> list[bytes]:
-        return list(islice(cycle(self._metrics), self.count))
+    def _processes(self, rank: int) -> SimulatedProcesses:
+        return SimulatedProcesses(rank=rank, count=self.count)
+
+    def _scorer(self, scored: Sequence[ScoredGroup]) -> Any:
+        return MadeUpScorer(scored)
 
 
-STAGES: dict[str, Callable[[SimulatedRank], Callable[[], object] | None]] = {
-    "draw prompts": SimulatedRank.draw_prompts,
-    "gather completions": SimulatedRank.gather_completions,
-    "gather rewards": SimulatedRank.gather_rewards,
-    "advantages": SimulatedRank.compute_advantages,
-    "pass for log-probabilities": SimulatedRank.pass_for_logps,
-    "pass for the gradient": SimulatedRank.pass_for_gradient,
+RANK_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
+    "draw prompts": SimulatedStep.draw_prompts,
+    "agree on rollouts": SimulatedStep.agree_on_rollouts,
+    "get rewards": SimulatedStep.get_rewards,
+    "advantages": SimulatedStep.compute_advantages,
+    "hand completions out": SimulatedStep.hand_out,
+    "pass for log-probabilities": SimulatedStep.pass_for_logps,
+    "pass for the gradient": SimulatedStep.pass_for_gradient,
 }
-"""The stages of a step around the model, in their order."""
+"""The stages of a step around the model, in their order, for any rank but the main one."""
 
-PARTS: dict[str, Callable[[SimulatedRank], Callable[[], object] | None]] = {
-    "balance": SimulatedRank.balance,
-    "micro-batches": SimulatedRank.make_micro_batches,
-    "gather metrics": SimulatedRank.gather_metrics,
+RANK_PARTS: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
+    "merge metrics": SimulatedStep.merge_metrics,
 }
 """Parts of the last of them, measured by themselves."""
 
+MAIN_STAGES: dict[str, Callable[[SimulatedStep], Callable[[], object]]] = {
+    "draw all prompts": SimulatedStep.draw_all_prompts,
+    "get and score all completions": SimulatedStep.score_all,
+    "record all completions": SimulatedStep.record_all,
+}
+"""What the main rank does besides, unless it neither scores nor records what others sampled."""
 
-def _active(groups: Sequence[TrainingGroup]) -> list[list[int]]:
-    return [active_completions(group, zero_advantages_count=False) for group in groups]
 
-
-def _sampled(spread: SpreadRollouts, prompts: Sequence[Prompt]) -> list[Group]:
-    return spread.generate(prompts, SAMPLING, num_generations=NUM_GENERATIONS, seed_key=(0, "train", 0))
-
-
-def _gradient_pass(processes: SimulatedProcesses) -> GradientPass:
+def gradient_pass(processes: SimulatedProcesses) -> GradientPass:
+    """Make the pass of one rank."""
     strategy: Any = NoExchange()
     return GradientPass(
         processes=processes,
@@ -211,3 +230,25 @@ def _gradient_pass(processes: SimulatedProcesses) -> GradientPass:
         budget=TokenBudget(MICRO_BATCH_TOKENS, asked=MICRO_BATCH_TOKENS, device=CPU, say=print),
         shares_prefix=True,
     )
+
+
+def _outline_of(rank: int, count: int, window: RolloutWindow) -> bytes:
+    """Give what a rank tells all others of what it has."""
+    processes = OverheardProcesses(rank=rank, count=count)
+    told: Tensor = overheard(partial(handed_out, window, gradient_pass(processes)))
+    return told.numpy().tobytes()
+
+
+def _into(told: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Keep what is told to everyone."""
+
+    def keep(values: Tensor) -> Tensor:
+        told.append(values)
+        return values
+
+    return keep
+
+
+def _bytes_of(values: Tensor, count: int) -> list[bytes]:
+    """Cut what all ranks tell into what each of them does."""
+    return [part.contiguous().numpy().tobytes() for part in values.chunk(count)]

@@ -18,22 +18,50 @@ def medians(measured: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
 
 def ranks_table(stages: Seconds, parts: Seconds) -> Table:
-    """Draw the table by ranks. The first number of ranks is the baseline."""
-    sizes = list(next(iter(stages.values())))
-    base, most = sizes[0], sizes[-1]
+    """Draw the table of any rank but the main one. The first number of ranks is the baseline."""
+    base, most, repeats = _shape(stages)
     table = _table(
         "A rank's time around the model, ms a step",
-        f"Medians of {len(stages[next(iter(stages))][base])}, processor time of one thread, without network, policy and sampling. With "
-        f"{most:,} ranks the step is {most // base:,} times as large as with {base:,}: `per rank` divides by that. 1.00 is work that "
-        "grows with the step, less is cheaper. The indented parts are in the line above them.",
-        ["stage", *(_ranks(size) for size in sizes), f"times {_ranks(base)}", f"per rank, times {_ranks(base)}"],
+        f"Medians of {repeats}, processor time of one thread, without network, policy and sampling. With {most:,} ranks the step is "
+        f"{most // base:,} times as large as with {base:,}; `times` is 1.00 for what takes a rank no longer then. The indented parts are in "
+        "the line above them.",
+        ["stage", *_columns(stages)],
     )
-    rows = {name: medians(measured) for name, measured in stages.items()}
-    whole = {size: sum(row[size] for row in rows.values()) for size in sizes}
     indented = {f"  {name}": medians(measured) for name, measured in parts.items()}
-    for name, row in {**rows, **indented, TOTAL: whole}.items():
-        table.add_row(name, *_cells(row, digits=2), end_section=name == [*indented][-1])
+    _add_stages(table, stages, indented)
     return table
+
+
+def main_table(stages: Seconds) -> Table:
+    """Draw the table of what the main rank does besides, in the same way."""
+    table = _table(
+        "What the main rank does besides, ms a step",
+        "Where it scores and records all completions. It does none of this with `rewards.spread` if completions are not recorded.",
+        ["stage", *_columns(stages)],
+    )
+    _add_stages(table, stages, {})
+    return table
+
+
+def _shape(stages: Seconds) -> tuple[int, int, int]:
+    """Give the baseline, the largest size, and the number of repetitions."""
+    measured = next(iter(stages.values()))
+    sizes = list(measured)
+    return sizes[0], sizes[-1], len(measured[sizes[0]])
+
+
+def _columns(stages: Seconds) -> list[str]:
+    sizes = list(next(iter(stages.values())))
+    return [*(_ranks(size) for size in sizes), f"times {_ranks(sizes[0])}", f"per rank, times {_ranks(sizes[0])}"]
+
+
+def _add_stages(table: Table, stages: Seconds, indented: Mapping[str, Mapping[int, float]]) -> None:
+    """Add a line for each stage and part, and one for all stages together."""
+    rows = {name: medians(measured) for name, measured in stages.items()}
+    whole = {size: sum(row[size] for row in rows.values()) for size in next(iter(rows.values()))}
+    lines = {**rows, **indented}
+    for name, row in {**lines, TOTAL: whole}.items():
+        table.add_row(name, *_cells(row, digits=2), end_section=name == [*lines][-1])
 
 
 def prompts_table(seconds: Seconds, held_bytes: Mapping[int, int]) -> Table:

@@ -1,7 +1,7 @@
 """What is not real about a simulated rank: there is no network, the policy costs nothing, and nobody exchanges gradients."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,26 +9,29 @@ import torch.distributed
 from torch import Tensor, nn
 
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.merging import kinds_of
+from grpo_cli.metrics import Metrics
 from grpo_cli.types import Segment, TokenStats
 
 CPU = torch.device("cpu")
+_SILENCE = (torch.empty(0), torch.empty(0))
 
 
 class SimulatedProcesses(Processes):
     """The processes of a run, seen from one of them. Only the transport is not real.
 
+    What the others would have brought into an exchange is there beforehand, in the order of the exchanges; if nothing is, they bring
+    nothing.
+
     Args:
         rank: Which one this is.
         count: How many there are.
-
-    Attributes:
-        told: The messages of this one.
     """
 
     def __init__(self, *, rank: int, count: int) -> None:
-        self.rank, self.count, self._group = rank, count, None
-        self.told: list[bytes] = []
+        self.rank, self.count, self._group, self._kinds = rank, count, None, {}
         self._arriving: deque[tuple[Tensor, Tensor]] = deque()
+        self._sent: deque[Mapping[int, bytes]] = deque()
         self._agreeing = 0
 
     @property
@@ -36,47 +39,97 @@ class SimulatedProcesses(Processes):
         """The processor."""
         return CPU
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """Give the messages of all processes, and remember this one's."""
-        self.told.append(message)
+    def everyones(self, values: Tensor) -> Tensor:
+        """Put what the others tell behind and before this one's."""
         if self._agreeing:
             self._agreeing -= 1
-            self.others_tell([message] * self.count)
+            self.others_tell([values.numpy().tobytes()] * self.count)
             self._arriving.rotate(2)
-        return super().gather(message)
+        return super().everyones(values)
 
-    def from_main(self, message: bytes | None) -> bytes:
-        """Give the main process's message, and remember this one's."""
-        self.told.append(message or b"")
-        return super().from_main(message)
+    def know(self, metrics: Metrics) -> None:
+        """Have merged such metrics before."""
+        self._kinds = kinds_of(metrics)
 
     def others_agree(self, times: int) -> None:
-        """Have every process tell the same as this one in the next calls of `gather`."""
+        """Have every process tell the same as this one in the next calls of `everyones`."""
         self._agreeing = times if self.count > 1 else 0
 
+    def others_are_silent(self, times: int) -> None:
+        """Have the others add zeros in the next sums."""
+        self._arriving.extend([_SILENCE] * times)
+
     def others_tell(self, messages: Sequence[bytes]) -> None:
-        """Have a message of each process there for a `gather`; this one's own is not looked at."""
-        before, after = messages[: self.rank], messages[self.rank + 1 :]
-        self._arriving.append((_lengths(before), _lengths(after)))
-        self._arriving.append((_bytes(before), _bytes(after)))
+        """Have a message of each process there for a `gather`, or the bytes of a tensor for `everyones`; this one's own is not looked at."""
+        if self.count > 1:
+            before, after = messages[: self.rank], messages[self.rank + 1 :]
+            self._arriving.append((_lengths(before), _lengths(after)))
+            self._arriving.append((_bytes(before), _bytes(after)))
 
     def main_tells(self, message: bytes) -> None:
         """Have a message there for a `from_main`."""
-        self.others_add(_lengths([message]))
-        self.others_add(_bytes([message]))
+        if self.count > 1:
+            self._arriving.append((_lengths([message]), _lengths([])))
+            self._arriving.append((_bytes([message]), _bytes([])))
 
-    def others_add(self, values: Tensor) -> None:
-        """Have a tensor there that a `sum` adds."""
-        self._arriving.append((values, values[:0]))
+    def others_send(self, messages: Mapping[int, bytes]) -> None:
+        """Have messages there for a `send`, by the rank of who sent them."""
+        self._sent.append(messages)
+
+    def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:  # noqa: ARG002  nobody takes what goes out
+        """Write to memory what the others have sent: first how long it is, then itself."""
+        if not into:
+            return
+        lengths = all(one.dtype == torch.int64 for one in into.values())
+        sent = self._sent[0] if lengths else self._sent.popleft()
+        for rank, one in into.items():
+            one.copy_(_lengths([sent[rank]]) if lengths else _bytes([sent[rank]]))
 
     def _exchange(self, collective: Any, *arguments: Any, **options: Any) -> None:  # noqa: ARG002  all of them bring something
         """Put what the others have sent where the transport would; this process has zeros there, or is the main one."""
-        if options.get("op") == torch.distributed.ReduceOp.MIN:
-            return  # no other has less
+        if options.get("op") in {torch.distributed.ReduceOp.MIN, torch.distributed.ReduceOp.MAX}:
+            return  # no other has less, or more
         (values,) = arguments
-        before, after = self._arriving.popleft()
-        values[: len(before)] += before
-        values[len(values) - len(after) :] += after
+        before, after = self._arriving.popleft() if self._arriving else _SILENCE
+        if len(before):
+            values[: len(before)] += before
+        if len(after):
+            values[-len(after) :] += after
+
+
+class ToldError(Exception):
+    """What a process tells or sends, before anybody answers.
+
+    Args:
+        told: That.
+    """
+
+    def __init__(self, told: Any) -> None:
+        super().__init__(told)
+        self.told = told
+
+
+class OverheardProcesses(SimulatedProcesses):
+    """Ends at the first thing that this process tells all others, or, once that is known, sends to some; and says what it is."""
+
+    def everyones(self, values: Tensor) -> Tensor:
+        """Tell, unless the others' answers are there."""
+        if self._arriving:
+            return super().everyones(values)
+        raise ToldError(values)
+
+    def send(self, messages: Mapping[int, bytes], *, sources: Sequence[int]) -> dict[int, bytes]:
+        """Send."""
+        raise ToldError((messages, sources))
+
+
+def overheard(call: Callable[[], object]) -> Any:
+    """Give what a call with `OverheardProcesses` tells."""
+    try:
+        call()
+    except ToldError as error:
+        return error.told
+    raise AssertionError("it told nothing")
 
 
 def _lengths(messages: Sequence[bytes]) -> Tensor:

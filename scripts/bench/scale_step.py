@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def _completion(index: int, random: Generator) -> Completion:
     )
 
 
-def made_up_scores(groups: Sequence[Group]) -> Scores:
+def made_up_scores(groups: Sequence[Group]) -> list[ScoredGroup]:
     """Score groups: a reward of 0 or 1, and one between them that does not always apply."""
     random = default_rng(len(groups))
     shape = (len(groups), NUM_GENERATIONS)
@@ -89,8 +89,7 @@ def made_up_scores(groups: Sequence[Group]) -> Scores:
     length = torch.from_numpy(random.random(size=shape, dtype="float32"))
     length[length < 0.1] = torch.nan
     rewards = torch.stack([accuracy, length], dim=2)
-    scored = [ScoredGroup(group=group, rewards=one, extras={}) for group, one in zip(groups, rewards, strict=True)]
-    return Scores(groups=tuple(scored), metrics={})
+    return [ScoredGroup(group=group, rewards=one, extras={}) for group, one in zip(groups, rewards, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,17 @@ class MadeUpEngine:
 
 @dataclass(frozen=True)
 class MadeUpScorer:
-    """A scorer that has the rewards already."""
+    """A scorer that has the rewards already.
 
-    scores: Scores
+    Attributes:
+        scored: Groups with them.
+    """
+
+    scored: Sequence[ScoredGroup]
     names: tuple[str, ...] = REWARDS
     descriptions: tuple[str, ...] = ()
 
-    def score(self, *_: Any) -> Scores:
-        """Give them."""
-        return self.scores
+    def score(self, groups: Sequence[Group], *_: Any) -> Scores:
+        """Give them to the same groups."""
+        found = [replace(one, group=group) for one, group in zip(self.scored, groups, strict=True)]
+        return Scores(groups=tuple(found), metrics={})

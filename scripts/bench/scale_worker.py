@@ -1,4 +1,4 @@
-"""A measured process that plays one rank of many. Each number of ranks has a process of its own, so that none has another's memory."""
+"""A measured process that plays ranks of many. Each number of ranks has a process of its own, so that none has another's memory."""
 
 import gc
 import time
@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from datasets import disable_progress_bars
 
-from bench.scale_rank import PARTS, STAGES, SimulatedRank
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SimulatedStep
 from bench.scale_step import PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from bench.worker import serve
 from grpo_cli.data.preflight import preflight
@@ -31,23 +31,30 @@ class ScaleWorker:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         disable_progress_bars()
-        self._rank: SimulatedRank | None = None
+        self._step: SimulatedStep | None = None
 
     def load(self, *, count: int) -> None:
-        """Make up a step of so many ranks, and play one of them once, after which nothing is new to it."""
+        """Make up a step of so many ranks, and play two of them once, after which nothing is new to them."""
         rows, builder = prompt_rows(PROMPTS_PER_RANK * count), prompt_builder()
         sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
-        self._rank = SimulatedRank(count, sampler)
+        self._step = SimulatedStep(count, sampler, PROMPTS_PER_RANK)
         self.turn()
 
     def turn(self) -> dict[str, float]:
-        """Play it again; give the seconds of each stage, and of each part. A stage is left out if there is nothing to do."""
-        assert self._rank is not None
+        """Play the rank in the middle again, and what the main one does besides.
+
+        Returns:
+            The seconds of each stage, and of each part. A stage is left out if there is nothing to do.
+        """
+        assert self._step is not None
+        step, rank = self._step, self._step.count // 2
         seconds = {}
-        for name, prepare in {**STAGES, **PARTS}.items():
-            call = prepare(self._rank)
+        for name, prepare in {**RANK_STAGES, **RANK_PARTS}.items():
+            call = prepare(step, rank)
             if call is not None:
                 seconds[name], _ = timed(call)
+        for name, prepare_main in MAIN_STAGES.items():
+            seconds[name], _ = timed(prepare_main(step))
         return seconds
 
 

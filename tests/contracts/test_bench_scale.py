@@ -11,22 +11,25 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import scale_compare
-from bench.scale_rank import PARTS, STAGES, SimulatedRank
-from bench.scale_report import TOTAL, prompts_table, ranks_table
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SimulatedStep
+from bench.scale_report import TOTAL, main_table, prompts_table, ranks_table
 from bench.scale_step import PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
+from grpo_cli.engine.rewarding import Rewarded
 from grpo_cli.engine.step import StepGradient
+from grpo_cli.engine.window import RolloutWindow, joined
 from grpo_cli.metrics import results
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def rank() -> SimulatedRank:
-    """The second of three."""
+def step() -> SimulatedStep:
+    """Of three ranks."""
     rows, builder = prompt_rows(PROMPTS_PER_RANK * RANKS), prompt_builder()
-    return SimulatedRank(RANKS, PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True))
+    sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
+    return SimulatedStep(RANKS, sampler, PROMPTS_PER_RANK)
 
 
 def lines(table: Table) -> list[str]:
@@ -48,10 +51,10 @@ def test_every_stage_is_measured_with_every_number_of_ranks_and_prompts(
     assert scale_compare.main() == 0
     measured = json.loads(record.read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
-    assert list(measured["ranks"]) == [*STAGES, *PARTS]
+    assert list(measured["ranks"]) == [*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES]
     for name, times in measured["ranks"].items():
         assert name in printed
-        assert {count: len(each) for count, each in times.items()} == {"1": int(name != "gather metrics"), "4": 1}
+        assert {count: len(each) for count, each in times.items()} == {"1": int(name != "merge metrics"), "4": 1}
     for name in scale_compare.SAMPLER:
         assert name in printed
         assert list(measured["prompts"][name]) == ["100", "1000"]
@@ -69,30 +72,47 @@ def test_the_tables_show_medians_and_ratios() -> None:
     assert "cut 1.00 1.00 1.00 0.25" in rows
     assert "gather - 3.00 - -" in rows
     assert f"{TOTAL} 3.00 16.00 5.33 1.33" in rows
+    rows = lines(main_table({"record": {1: [0.001], 4: [0.008]}}))
+    assert "record 1.00 8.00 8.00 2.00" in rows
     rows = lines(prompts_table({"start": {10: [0.001], 100: [0.002]}}, {10: 2**20, 100: 3 * 2**20}))
     assert "start 1.00 2.00 2.00 0.2000" in rows
     assert "memory held, MiB 1.0 3.0" in rows
 
 
-def test_a_simulated_rank_comes_to_have_what_the_others_sampled(rank: SimulatedRank) -> None:
-    gathered = rank.gather_completions()()
-    assert [one.prompt for one in gathered] == rank.prompts
-    for mine, made in zip(gathered, rank.groups, strict=True):
+def test_the_main_rank_comes_to_have_what_the_others_sampled(step: SimulatedStep) -> None:
+    rewarded = step.score_all()()
+    assert isinstance(rewarded, Rewarded)
+    gathered = [one.group for one in rewarded.everyones]
+    assert [one.prompt for one in gathered] == step.prompts
+    for mine, made in zip(gathered, step.groups, strict=True):
         assert [(one.ids, one.text) for one in mine.completions] == [(one.ids, one.text) for one in made.completions]
         for one, other in zip(mine.completions, made.completions, strict=True):
             assert torch.equal(one.logps, other.logps)
 
 
-def test_a_simulated_rank_computes_its_share_and_counts_all(rank: SimulatedRank) -> None:
-    """The gradient's metrics are this rank's, and those of the two others over their own prompts."""
-    gradient = rank.pass_for_gradient()()
+def test_a_rank_gets_the_rewards_of_what_it_sampled(step: SimulatedStep) -> None:
+    rewarded = step.get_rewards(1)()
+    assert isinstance(rewarded, Rewarded)
+    expected = step.scored_of(1)
+    assert [one.group.prompt.uid for one in rewarded.own.groups] == [one.group.prompt.uid for one in expected]
+    for one, other in zip(rewarded.own.groups, expected, strict=True):
+        torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_completion_is_handed_to_one_rank(step: SimulatedStep) -> None:
+    shares = [step.hand_out(rank)() for rank in range(RANKS)]
+    assert all(isinstance(share, RolloutWindow) for share in shares)
+    whole = joined(shares)
+    held = [group for rank in range(RANKS) for group in step.held(rank).groups[0]]
+    for mine, made in zip(whole.groups[0], held, strict=True):
+        assert (mine.uid, mine.prompt_ids, mine.completion_ids) == (made.uid, made.prompt_ids, made.completion_ids)
+        assert torch.equal(mine.advantages, made.advantages)
+        assert torch.equal(torch.cat(mine.behaviour_logps), torch.cat(made.behaviour_logps))
+
+
+def test_a_rank_computes_its_share(step: SimulatedStep) -> None:
+    gradient = step.pass_for_gradient(1)()
     assert isinstance(gradient, StepGradient)
-    share = rank.balance()()
-    computed = [tensor for group in share.computed_groups() for tensor in group.behaviour_logps]
-    assert sum(map(len, gradient.current)) == sum(map(len, computed))
-    others = [group for number, group in enumerate(rank.trained) if number % RANKS != rank.rank]
-    active = [[index for index, value in enumerate(group.advantages.tolist()) if value] for group in others]
-    expected = sum(
-        len(group.completion_ids[index]) for group, indices in zip(others, active, strict=True) for index in indices
-    )
-    assert results(gradient.metrics)["tokens/useful"] == expected + sum(map(len, computed))
+    computed = [ids for group in gradient.share.computed() for ids in group.completion_ids]
+    assert sum(map(len, gradient.current)) == sum(map(len, computed)) > 0
+    assert results(gradient.metrics)["tokens/useful"] == sum(map(len, computed)), "the others are silent"

@@ -84,6 +84,16 @@ def test_how_many_are_taken_at_once_does_not_matter(make: Make) -> None:
 
 
 @both
+def test_some_of_what_is_drawn_are_those_of_all(make: Make) -> None:
+    """Also across the end of an epoch; and those that nobody asks for are drawn all the same."""
+    some, everything = make(), make()
+    for places in ([0, 3, 11, 12], [], [14]):
+        drawn = everything.take(15)
+        assert some.take(15, places) == [drawn[place] for place in places]
+    assert some.state_dict() == everything.state_dict()
+
+
+@both
 def test_a_prompt_is_named_by_epoch_and_row_and_no_name_comes_twice(make: Make) -> None:
     prompts = make().take(3 * len(USABLE))
     assert len({prompt.uid for prompt in prompts}) == len(prompts)

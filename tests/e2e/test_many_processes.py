@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.experiment import WORDS, Experiment, assert_same_run, make_experiment, records, weights
+from e2e.experiment import WORDS, Experiment, assert_same_run, completions, make_experiment, records, weights
 from many_processes import Launched, assert_close, launch, overrides, train_in, train_in_forked
 from tiny_models import build_tiny_model
 from tiny_vision_models import build_tiny_vision_model
@@ -146,6 +146,48 @@ def test_three_processes_with_less_work_than_processes_train_as_one(experiment: 
     run(load_recipe(experiment.recipe, overrides({**few, "train.output_dir": experiment.output("one-few")})))
     train_in_forked(warm, 3, [(experiment.recipe, {**few, "train.output_dir": experiment.output("three-few")}, None)])
     assert_close(experiment.output("three-few"), experiment.output("one-few"))
+
+
+SPREAD: dict[str, object] = {
+    "rewards.spread": True,
+    "rewards.reward_funcs": "[my_rewards.few_letters, my_rewards.early]",
+    "train.max_steps": 3,
+}
+
+
+def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experiment, warm: WarmStart) -> None:
+    """With a scale and a metric of the whole batch, and columns that the main process writes."""
+    settings = {**SPREAD, "grpo.scale_rewards": "batch", "grpo.num_iterations": 2, "grpo.steps_per_generation": 2}
+    alone, three = experiment.output("one-spread"), experiment.output("three-spread")
+    run(load_recipe(experiment.recipe, overrides({**settings, "rewards.spread": False, "train.output_dir": alone})))
+    train_in_forked(warm, 3, [(experiment.recipe, {**settings, "train.output_dir": three}, None)])
+    assert_close(three, alone)
+    found, expected = completions(three), completions(alone)
+    for name, rows in expected.items():
+        assert [(row["answer"], row["prompt"]) for row in found[name]] == [
+            (row["answer"], row["prompt"]) for row in rows
+        ]
+
+
+def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(experiment: Experiment) -> None:
+    module = experiment.folder / "fragile.py"
+    module.write_text(
+        "import os\n\ndef fragile(completions, **_):\n    assert os.environ['RANK'] == '0', 'not here'\n    return [0.0] * len(completions)\n"
+    )
+    launched = Launched(
+        experiment, "fragile", "rewards.spread=true", "rewards.reward_funcs=[fragile.fragile]", "train.max_steps=1"
+    )
+    code, _, errors = launched.end()
+    assert code == 3
+    assert errors.count("reward function 'fragile' raised AssertionError: not here") == 1
+    assert "Traceback" not in errors
+
+
+def test_a_reward_with_a_state_is_not_spread(experiment: Experiment) -> None:
+    launched = Launched(experiment, "stateful", "rewards.spread=true")
+    code, _, errors = launched.end()
+    assert code == 3
+    assert errors.count("rewards.spread: found true, but reward 'Counting' has a state") == 1
 
 
 def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(

@@ -6,7 +6,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from grpo_cli.types import PolicyVersion, PromptId, TrainingGroup
+from grpo_cli.types import PromptId, TrainingGroup
 
 GroupMaker = Callable[..., TrainingGroup]
 
@@ -28,7 +28,6 @@ def make_group() -> GroupMaker:
             behaviour_logps=tuple(-torch.rand(length, generator=generator) for length in lengths),
             advantages=torch.randn(len(lengths), generator=generator),
             in_loss=in_loss or (True,) * len(lengths),
-            policy_version=PolicyVersion(4),
         )
 
     return make

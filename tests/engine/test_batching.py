@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_cli.engine.batching import micro_batches, step_totals
-from grpo_cli.types import PolicyLogps, PolicyVersion, PromptId, TrainingGroup
+from grpo_cli.types import PolicyLogps, PromptId, TrainingGroup
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,6 @@ def group_of(lengths: list[int], prompt_length: int, number: int) -> TrainingGro
         behaviour_logps=tuple(torch.arange(n) + first + 100.0 * i for i, n in enumerate(lengths)),
         advantages=torch.tensor([first + 0.5 + i for i in range(len(lengths))]),
         in_loss=tuple(n % 2 == 0 for n in lengths),
-        policy_version=PolicyVersion(0),
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm_server import free_port
 
-from grpo_cli.engine.rollouts import count_engines
+from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.run import run
 from grpo_cli.engine.strategies.replicas import NamedWeights
 from grpo_cli.engine.vllm_rollouts import _transport

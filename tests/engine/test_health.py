@@ -2,8 +2,9 @@
 
 import torch
 
-from grpo_cli.engine.health import RunHealth
+from grpo_cli.engine.health import RunHealth, Signs
 from grpo_cli.engine.masked import Masked
+from grpo_cli.metrics import Mean
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId, ScoredGroup
 
 
@@ -18,13 +19,17 @@ def scored(rewards: list[list[float]], *reasons: FinishReason) -> ScoredGroup:
     return ScoredGroup(group=Group(prompt=prompt, completions=completions), rewards=torch.tensor(rewards), extras={})
 
 
+def mean_of(*lengths: int) -> Mean:
+    return Mean(sum(lengths), len(lengths))
+
+
 STOP, LENGTH, NAN = FinishReason.STOP, FinishReason.LENGTH, float("nan")
 HEALTHY = scored([[0.0], [1.0]], STOP, LENGTH)
 
 
 def keys_after(*generations: ScoredGroup) -> list[list[str]]:
     health = RunHealth()
-    return [[warning.key for warning in health.observe([generation])] for generation in generations]
+    return [[warning.key for warning in health.observe(Signs.of([generation]))] for generation in generations]
 
 
 def test_a_healthy_run_is_left_alone() -> None:
@@ -49,14 +54,14 @@ def test_the_count_goes_on_after_a_resume() -> None:
     truncated = scored([[0.0], [1.0]], LENGTH, LENGTH)
     first, second = RunHealth(), RunHealth()
     for _ in range(2):
-        first.observe([truncated])
+        first.observe(Signs.of([truncated]))
     second.load_state_dict(first.state_dict())
-    assert [warning.key for warning in second.observe([truncated])] == ["health/truncated"]
+    assert [warning.key for warning in second.observe(Signs.of([truncated]))] == ["health/truncated"]
 
 
 def test_much_that_is_masked_is_told_with_its_lengths() -> None:
-    much = Masked(lengths=[400, 300], other_lengths=[10, 20, 30])
-    little = Masked(lengths=[400], other_lengths=[10, 20])
+    much = Masked(lengths=mean_of(400, 300), other_lengths=mean_of(10, 20, 30))
+    little = Masked(lengths=mean_of(400), other_lengths=mean_of(10, 20))
     health = RunHealth()
     warnings = [health.observe_masked(step) for step in (much, much, little, much, much, much)]
     assert [len(due) for due in warnings] == [0, 0, 0, 0, 0, 1]
@@ -70,6 +75,6 @@ def test_much_that_is_masked_is_told_with_its_lengths() -> None:
 
 def test_a_step_without_anything_left_or_anything_to_mask() -> None:
     health = RunHealth()
-    assert [health.observe_masked(Masked(lengths=[], other_lengths=[])) for _ in range(4)] == [[]] * 4
-    due = [health.observe_masked(Masked(lengths=[7], other_lengths=[])) for _ in range(3)][-1]
+    assert [health.observe_masked(Masked(lengths=mean_of(), other_lengths=mean_of())) for _ in range(4)] == [[]] * 4
+    due = [health.observe_masked(Masked(lengths=mean_of(7), other_lengths=mean_of())) for _ in range(3)][-1]
     assert "leaves 1 of 1 completions of this step out of the policy term: set" in due[0].message

@@ -11,11 +11,11 @@ import pytest
 from e2e.experiment import Experiment, make_experiment
 from PIL import Image
 
+from grpo_cli.engine.collecting import prompt_checksum
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.held_out import HeldOut, load_all_held_out, load_scorers
 from grpo_cli.engine.prompts import LoadedPrompts, load_prompts
 from grpo_cli.engine.reward_trial import SavedCompletion, score_completions
-from grpo_cli.engine.spread_rollouts import _digest
 from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError
 from grpo_cli.policy.load import load_tokenizer
@@ -118,7 +118,7 @@ def test_an_evaluation_knows_another_image_from_the_one_before(experiment: Exper
 def test_processes_that_ask_about_other_images_ask_for_other_things() -> None:
     prompt = Prompt(uid=PromptId("0:0"), ids=(1, 2), text="", messages=None, row={})
     first, same, other = (
-        _digest([dataclasses.replace(prompt, images=(bytes(4), image))], 3) for image in (b"a", b"a", b"b")
+        prompt_checksum(dataclasses.replace(prompt, images=(bytes(4), image))) for image in (b"a", b"a", b"b")
     )
     assert first == same != other
 

@@ -9,6 +9,7 @@ from engine.conftest import GroupMaker
 
 from grpo_cli.engine.masked import masked_completions
 from grpo_cli.engine.settings import correction_settings
+from grpo_cli.metrics import Mean
 from grpo_cli.objective.correction import CorrectionMode, CorrectionSettings
 from grpo_cli.objective.ratio import RatioLevel
 from grpo_cli.recipe.schema import VllmSection
@@ -26,26 +27,26 @@ def test_a_product_leaves_the_bounds_where_its_factors_do_not(
 ) -> None:
     group, drifts = make_group(2, 20, 5, 3), [0.1, 0.1, -0.1, 2.0]
     settings = CorrectionSettings(level=level, mode=CorrectionMode.MASK, clip_min=0.4, clip_max=3.0)
-    found = masked_completions([group], [range(4)], drifted(group, drifts), settings)
+    found = masked_completions([group], {0: range(4)}, drifted(group, drifts), settings)
     inside = {length: 0.4 <= math.exp(length * drift) <= 3 for length, drift in zip((2, 20, 5, 3), drifts, strict=True)}
     if level == RatioLevel.SEQUENCE:
         assert masked == [length for length, kept in inside.items() if not kept]
-    assert found.lengths == masked
-    assert sorted([*found.lengths, *found.other_lengths]) == [2, 3, 5, 20]
+    assert found.lengths == Mean(sum(masked), len(masked))
+    assert found.lengths.merge(found.other_lengths) == Mean(2 + 3 + 5 + 20, 4)
 
 
 def test_what_was_not_computed_or_is_not_in_the_loss_does_not_count(make_group: GroupMaker) -> None:
     group = make_group(2, 3, 4, in_loss=(True, False, True))
     settings = CorrectionSettings(level=RatioLevel.TOKEN, mode=CorrectionMode.MASK)
-    found = masked_completions([group], [[0, 1]], drifted(group, [5.0, 5.0, 5.0]), settings)
-    assert (found.lengths, found.other_lengths) == ([2], [])
+    found = masked_completions([group], {0: [0, 1]}, drifted(group, [5.0, 5.0, 5.0]), settings)
+    assert (found.lengths, found.other_lengths) == (Mean(2, 1), Mean(0, 0))
 
 
 def test_a_completion_of_unknown_probabilities_is_not_masked(make_group: GroupMaker) -> None:
     group = make_group(3)
     group = replace(group, behaviour_logps=(torch.full((3,), math.nan),))
     settings = CorrectionSettings(level=RatioLevel.SEQUENCE, mode=CorrectionMode.MASK)
-    assert masked_completions([group], [[0]], drifted(group, [5.0]), settings).lengths == []
+    assert masked_completions([group], {0: [0]}, drifted(group, [5.0]), settings).lengths == Mean(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_mean_and_deviation_are_those_of_all_completions_of_the_last_generations
     assert memory.recent() == {}
     values = [[float(step), float(step) / 7] for step in range(GENERATIONS + 3)]
     for pair in values:
-        memory.observe([scored(*((one, torch.nan) for one in pair))])
+        memory.observe(memory.sums([scored(*((one, torch.nan) for one in pair))]))
     flat = [one for pair in values[3:] for one in pair]
     told = memory.recent()
     assert told.keys() == {"a"}, "the other one has never applied"
@@ -33,16 +33,16 @@ def test_mean_and_deviation_are_those_of_all_completions_of_the_last_generations
 
 def test_what_stands_in_the_place_of_a_failure_is_not_remembered() -> None:
     memory = RewardMemory(["a", "b"])
-    memory.observe([scored((1.0, 2.0)), scored((3.0, -9.0), failed=("b",))])
+    memory.observe(memory.sums([scored((1.0, 2.0)), scored((3.0, -9.0), failed=("b",))]))
     told = memory.recent()
     assert (told["a"].mean, told["b"].mean, told["b"].count) == (2.0, 2.0, 1)
 
 
 def test_it_is_restored_by_name_in_a_run_with_other_rewards() -> None:
     memory = RewardMemory(["a", "b"])
-    memory.observe([scored((1.0, 2.0))])
+    memory.observe(memory.sums([scored((1.0, 2.0))]))
     other = RewardMemory(["new", "b"])
     other.load_state_dict(json.loads(json.dumps(memory.state_dict())))
     assert {name: one.mean for name, one in other.recent().items()} == {"b": 2.0}
-    other.observe([scored((5.0, 4.0))])
+    other.observe(other.sums([scored((5.0, 4.0))]))
     assert {name: one.mean for name, one in other.recent().items()} == {"new": 5.0, "b": 3.0}

@@ -6,33 +6,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.engine.shares import share_of
-from grpo_cli.types import PolicyVersion, PromptId, TrainingGroup
+from grpo_cli.engine.shares import Sizes, share_bounds
+
+Group = tuple[int, list[int]]
+"""Tokens of a prompt and of its completions."""
+
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4)
 
 
-def group(prompt: int, lengths: list[int]) -> TrainingGroup:
-    return TrainingGroup(
-        uid=PromptId("0:0"),
-        prompt_ids=(1,) * prompt,
-        completion_ids=tuple((2,) * length for length in lengths),
-        behaviour_logps=tuple(torch.zeros(length) for length in lengths),
-        advantages=torch.ones(len(lengths)),
-        in_loss=(True,) * len(lengths),
-        policy_version=PolicyVersion(0),
-    )
+def sizes_of(groups: list[Group], active: list[list[int]]) -> Sizes:
+    rows = [
+        (index == 0, prompt, length, index in indices)
+        for (prompt, lengths), indices in zip(groups, active, strict=True)
+        for index, length in enumerate(lengths)
+    ]
+    begins, prompts, completions, is_active = torch.tensor(rows, dtype=torch.int64).view(-1, 4).unbind(dim=1)
+    return Sizes(begins=begins.bool(), prompts=prompts, completions=completions, active=is_active.bool())
 
 
-GROUPS = st.lists(
-    st.builds(group, st.integers(1, 20), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4
-)
-
-
-def cost(groups: list[TrainingGroup], indices: list[list[int]], *, shares_prefix: bool) -> int:
+def cost(groups: list[Group], indices: list[list[int]], *, shares_prefix: bool) -> int:
     """What a process feeds."""
     return sum(
-        len(one.prompt_ids) * (min(len(mine), 1) if shares_prefix else len(mine))
-        + sum(len(one.completion_ids[index]) - 1 for index in mine)
-        for one, mine in zip(groups, indices, strict=True)
+        prompt * (min(len(mine), 1) if shares_prefix else len(mine)) + sum(lengths[index] - 1 for index in mine)
+        for (prompt, lengths), mine in zip(groups, indices, strict=True)
     )
 
 
@@ -44,22 +40,21 @@ def all_cuts(places: list[tuple[int, int]], count: int) -> list[list[list[tuple[
 
 @given(groups=GROUPS, count=st.integers(1, 4), shares_prefix=st.booleans(), data=st.data())
 def test_the_dearest_share_is_as_cheap_as_any_cut_allows(
-    groups: list[TrainingGroup], count: int, shares_prefix: bool, data: st.DataObject
+    groups: list[Group], count: int, shares_prefix: bool, data: st.DataObject
 ) -> None:
     active = [
-        sorted(
-            data.draw(
-                st.sets(st.sampled_from(range(len(one.completion_ids)))) if one.completion_ids else st.just(set())
-            )
-        )
-        for one in groups
+        sorted(data.draw(st.sets(st.sampled_from(range(len(lengths)))) if lengths else st.just(set())))
+        for _, lengths in groups
     ]
-    found = [share_of(rank, groups, active, count=count, shares_prefix=shares_prefix) for rank in range(count)]
-    for number, one in enumerate(groups):
-        owned = [index for share in found for index in share.owned.get(number, ())]
-        assert owned == list(range(len(one.completion_ids))), "each once, in order"
-        assert [index for share in found for index in share.computed.get(number, ())] == active[number]
-    computed = [[list(share.computed.get(number, ())) for number in range(len(groups))] for share in found]
+    rows = [(number, index) for number, (_, lengths) in enumerate(groups) for index in range(len(lengths))]
+    bounds = share_bounds(sizes_of(groups, active), count=count, shares_prefix=shares_prefix)
+    assert len(bounds) == count + 1
+    assert (bounds[0], bounds[-1], sorted(bounds)) == (0, len(rows), bounds), "each once, in order"
+    shares = [rows[start:end] for start, end in itertools.pairwise(bounds)]
+    computed = [
+        [[index for at, index in share if at == number and index in active[number]] for number in range(len(groups))]
+        for share in shares
+    ]
     dearest = max(cost(groups, indices, shares_prefix=shares_prefix) for indices in computed)
     places = [(number, index) for number, indices in enumerate(active) for index in indices]
     best = min(

@@ -1,10 +1,10 @@
 """Run state, optimizer and random generators: what is written is what is read, without pickles."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.window import RolloutWindow, by_step
 from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.schema import TrainSection
-from grpo_cli.types import PolicyLogps, TrainingGroup
+from grpo_cli.types import PolicyLogps, PolicyVersion, TrainingGroup
+
+T = TypeVar("T")
 
 
 def equal(mine: object, theirs: object) -> bool:
@@ -36,6 +38,10 @@ def equal(mine: object, theirs: object) -> bool:
     if hasattr(mine, "__dataclass_fields__"):
         return all(equal(getattr(mine, f.name), getattr(theirs, f.name)) for f in fields(mine))  # type: ignore[arg-type]
     return mine == theirs
+
+
+def steps(values: Sequence[T], each: int) -> tuple[tuple[T, ...], ...]:
+    return by_step(values, range(len(values)), count=len(values), prompts_per_step=each)
 
 
 @pytest.mark.parametrize("with_old", [(True, True, True), (False, False, True), (False, False, False)])
@@ -55,10 +61,14 @@ def test_a_window_survives_a_checkpoint(
         )
         for group, present in zip(groups, with_old, strict=True)
     ]
+    window = RolloutWindow(
+        groups=steps(groups, 2), logps=steps(logps, 2), iterations=3, policy_version=PolicyVersion(4)
+    )
     state = RunState(
         step=7,
         evaluated=True,
-        window=RolloutWindow(groups=by_step(groups, 2), logps=by_step(logps, 2), iterations=3),
+        window=window,
+        whole_window=window,
         position=4,
         num_tokens=99,
         prompts_drawn=12,
@@ -76,8 +86,9 @@ def test_a_window_whose_later_steps_were_dropped_survives_a_checkpoint(
     make_group: Callable[..., TrainingGroup], tmp_path: Path
 ) -> None:
     groups = [make_group(3), make_group()]
-    window = RolloutWindow(groups=by_step(groups, 1), logps=((PolicyLogps(),), (PolicyLogps(old=()),)), iterations=1)
-    state = RunState(window=window, position=1, random=RandomState.capture())
+    logps = ((PolicyLogps(),), (PolicyLogps(old=()),))
+    window = RolloutWindow(groups=steps(groups, 1), logps=logps, iterations=1, policy_version=PolicyVersion(4))
+    state = RunState(window=window, whole_window=window, position=1, random=RandomState.capture())
     write_state(state, tmp_path)
     assert equal(read_state(tmp_path), state)
 
@@ -88,8 +99,11 @@ def test_images_of_a_window_survive_a_checkpoint_and_stand_in_it_once(
     images = [random.Random(number).randbytes(length) for number, length in enumerate((10_000, 1, 777))]
     of_groups = [(images[2], images[0]), (), (images[0],), (images[1], images[1])]
     groups = [replace(make_group(2), images=mine) for mine in of_groups]
-    window = RolloutWindow(groups=by_step(groups, 2), logps=by_step([PolicyLogps()] * 4, 2), iterations=1)
-    write_state(RunState(window=window, random=RandomState.capture()), tmp_path)
+    logps = [PolicyLogps()] * 4
+    window = RolloutWindow(
+        groups=steps(groups, 2), logps=steps(logps, 2), iterations=1, policy_version=PolicyVersion(4)
+    )
+    write_state(RunState(window=window, whole_window=window, random=RandomState.capture()), tmp_path)
     read = read_state(tmp_path).window
     assert read is not None
     assert [group.images for step in read.groups for group in step] == of_groups
@@ -99,7 +113,9 @@ def test_images_of_a_window_survive_a_checkpoint_and_stand_in_it_once(
 def test_the_old_log_probabilities_of_one_step_can_be_set(make_group: Callable[..., TrainingGroup]) -> None:
     groups = [make_group(3, 1), make_group(2), make_group(4)]
     reference = [PolicyLogps(reference=group.behaviour_logps) for group in groups]
-    window = RolloutWindow(groups=by_step(groups, 2), logps=by_step(reference, 2), iterations=2)
+    window = RolloutWindow(
+        groups=steps(groups, 2), logps=steps(reference, 2), iterations=2, policy_version=PolicyVersion(4)
+    )
     old = [tuple(values - 1 for values in group.behaviour_logps) for group in groups]
     changed = window.with_old(0, old[:2])
     assert equal(changed.logps[0], tuple(replace(reference[number], old=old[number]) for number in (0, 1)))

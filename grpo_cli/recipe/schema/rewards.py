@@ -92,3 +92,8 @@ class RewardsSection:
         help="Stop the run all the same if functions failed on at least this share of the prompts that were completed together; 1: only "
         "if on all of them.",
     )
+    spread: bool = option(
+        False,
+        help="With several processes, let each call the functions on the completions that it sampled, instead of the first on all of "
+        "them: for functions that look at one completion or prompt at a time.",
+    )

@@ -1,0 +1,135 @@
+"""Completions that go from the processes that have them to those that train on them, and to the main one for a checkpoint."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.messages import packed, unpacked
+from grpo_cli.engine.shares import Sizes, share_bounds
+from grpo_cli.engine.step import GradientPass
+from grpo_cli.engine.window import RolloutWindow, joined, window_from_state, window_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outline:
+    """What all processes know of all completions of a window, in their order: some numbers. R completions.
+
+    Attributes:
+        holders: int64 [R], ranks of the processes that have them.
+        steps: For each optimizer step of a pass, which completions are its own.
+        shares: For each, where the share of each process begins, and the end of the last one.
+    """
+
+    holders: Tensor
+    steps: Sequence[range]
+    shares: Sequence[Sequence[int]]
+
+    def share(self, rank: int) -> list[range]:
+        """Give the completions that a process trains on, by optimizer step."""
+        return [range(bounds[rank], bounds[rank + 1]) for bounds in self.shares]
+
+
+def handed_out(held: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
+    """Let each process have the completions that it trains on.
+
+    Args:
+        held: Those that this process has; no other has them. Together they are in the order of ranks.
+        gradients: Knows what a completion costs.
+    """
+    processes = gradients.processes
+    if processes.count == 1:
+        return held
+    outline = _outline(processes.everyones(_rows(held, gradients)), len(held.groups), gradients)
+    first, end = torch.searchsorted(outline.holders, torch.tensor([processes.rank, processes.rank + 1])).tolist()
+    parts: dict[int, list[range]] = defaultdict(lambda: [range(0)] * len(outline.steps))
+    for number, step in enumerate(outline.steps):
+        own = range(max(first, step.start), min(end, step.stop))
+        for rank, part in _owners(own, outline.shares[number]):
+            parts[rank][number] = range(part.start - own.start, part.stop - own.start)
+    kept = held.part(parts.pop(processes.rank, [range(0)] * len(outline.steps)))
+    sources = sorted({rank for rows in outline.share(processes.rank) for rank in _holders(outline, rows)})
+    messages = {rank: _message(held.part(rows)) for rank, rows in parts.items()}
+    told = processes.send(messages, sources=[rank for rank in sources if rank != processes.rank])
+    found = {rank: _window(message) for rank, message in told.items()}
+    return joined([one for _, one in sorted({**found, processes.rank: kept}.items())])
+
+
+def own_share(whole: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
+    """Give the completions that this process trains on, of all: the same that `handed_out` gives."""
+    processes = gradients.processes
+    if processes.count == 1:
+        return whole
+    outline = _outline(_rows(whole, gradients), len(whole.groups), gradients)
+    return whole.part(
+        [
+            range(rows.start - step.start, rows.stop - step.start)
+            for rows, step in zip(outline.share(processes.rank), outline.steps, strict=True)
+        ]
+    )
+
+
+def brought_together(window: RolloutWindow, processes: Processes) -> RolloutWindow:
+    """Bring the shares of all processes to the main one; the others keep theirs."""
+    if processes.count == 1:
+        return window
+    told = processes.to_main(b"" if processes.is_main else _message(window))
+    return joined([window, *map(_window, told[1:])])
+
+
+def _rows(window: RolloutWindow, gradients: GradientPass) -> Tensor:
+    """Give the numbers of a window's completions: int32 [R, 6], see `_outline`."""
+    rows: list[tuple[int, ...]] = []
+    for step, groups in enumerate(window.groups):
+        for group in groups:
+            active = set(gradients.active(group))
+            rows += [
+                (gradients.processes.rank, step, index == 0, len(group.prompt_ids), len(ids), index in active)
+                for index, ids in enumerate(group.completion_ids)
+            ]
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 6)
+
+
+def _outline(rows: Tensor, num_steps: int, gradients: GradientPass) -> _Outline:
+    """Cut all completions into shares."""
+    holders, step_of, begins, prompts, completions, active = rows.long().unbind(dim=1)
+    ends = torch.searchsorted(step_of.contiguous(), torch.arange(num_steps), right=True).tolist()
+    steps = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    shares = []
+    for step in steps:
+        part = slice(step.start, step.stop)
+        sizes = Sizes(
+            begins=begins[part], prompts=prompts[part], completions=completions[part], active=active[part].bool()
+        )
+        bounds = share_bounds(sizes, count=gradients.processes.count, shares_prefix=gradients.shares_prefix)
+        shares.append([step.start + bound for bound in bounds])
+    return _Outline(holders=holders.contiguous(), steps=steps, shares=shares)
+
+
+def _owners(rows: range, bounds: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """Cut rows apart by the process that trains on them."""
+    start = rows.start
+    while start < rows.stop:
+        rank = bisect_right(bounds, start) - 1
+        end = min(rows.stop, bounds[rank + 1])
+        yield rank, range(start, end)
+        start = end
+
+
+def _holders(outline: _Outline, rows: range) -> list[int]:
+    found: list[int] = torch.unique_consecutive(outline.holders[rows.start : rows.stop]).tolist()
+    return found
+
+
+def _message(window: RolloutWindow) -> bytes:
+    description, tensors = window_state(window)
+    return packed(tensors, description)
+
+
+def _window(message: bytes) -> RolloutWindow:
+    tensors, description = unpacked(message)
+    return window_from_state(description, tensors)

@@ -1,0 +1,215 @@
+"""Rewards of a generation, in one process or many: the main one scores everything, or each one what it sampled."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from grpo_cli.engine.collecting import collected, collected_scores, groups_message, groups_of
+from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.division import Division
+from grpo_cli.engine.messages import packed, unpacked
+from grpo_cli.engine.shared_scoring import Scorer
+from grpo_cli.errors import RewardError
+from grpo_cli.scoring.runtime import Scores
+from grpo_cli.scoring.trainer_state import TrainerState
+from grpo_cli.telemetry.names import find
+from grpo_cli.types import Group, Prompt, ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """The prompts of a generation.
+
+    Attributes:
+        count: Of all processes.
+        prompts: Those that this process has to know, by their place.
+    """
+
+    count: int
+    prompts: Mapping[int, Prompt]
+
+    def at(self, places: range) -> list[Prompt]:
+        """Give some of them."""
+        return [self.prompts[place] for place in places]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewarded:
+    """The rewards of a generation.
+
+    Attributes:
+        places: Of the groups that this process has, among all.
+        own: Their rewards; metrics are those of the calls that this process made, and problems those of all, in the main process.
+        everyones: In the main process the rewards of all groups, if it is to record them; nothing otherwise.
+    """
+
+    places: range
+    own: Scores
+    everyones: Sequence[ScoredGroup]
+
+
+class Rewarding(Protocol):
+    """Has groups scored."""
+
+    def wanted(self, count: int) -> Sequence[int]:
+        """Give the places of the prompts, of so many, that this process has to know."""
+        ...
+
+    def early(self, count: int) -> range:
+        """Give the places of those that this process may begin to score as soon as they are completed."""
+        ...
+
+    def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
+        """Score the groups of all processes, each of which gives those that it keeps.
+
+        Raises:
+            RewardError: As `Scorer.score` does, or if a function logs a metric under a name of the run's own.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardedByMain:
+    """The main process scores: a reward function sees all completions of a generation at once.
+
+    Attributes:
+        scorer: Its rewards.
+        processes: The processes of this run.
+        division: Who samples what.
+    """
+
+    scorer: Scorer
+    processes: Processes
+    division: Division
+
+    def wanted(self, count: int) -> Sequence[int]:
+        """See `Rewarding`."""
+        return range(count) if self.processes.is_main else self.division.asked(count)
+
+    def early(self, count: int) -> range:
+        """See `Rewarding`: all that the main process's engine samples."""
+        return self.division.asked(count)
+
+    def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
+        """See `Rewarding`."""
+        places = self.division.kept(drawn.count)
+        if not self.processes.is_main:
+            collected(groups, (), self.processes)
+            scored = _own_rewards(self.processes.from_main(None), groups, places, self.scorer.names)
+            return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=())
+        scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
+        check_logged(scores.logged)
+        if self.processes.count > 1:
+            self.processes.from_main(rewards_message(scores.groups, self.scorer.names))
+        own = replace(scores, groups=scores.groups[places.start : places.stop])
+        return Rewarded(places=places, own=own, everyones=scores.groups)
+
+
+def rewards_message(scored: Sequence[ScoredGroup], names: Sequence[str]) -> bytes:
+    """Write what the main process tells of the rewards of all groups."""
+    tensors = {
+        "sizes": torch.tensor([len(one.rewards) for one in scored]),
+        "rewards": torch.cat([one.rewards for one in scored]),
+        "dropped": torch.tensor([one.dropped for one in scored]),
+        "failed": torch.tensor([[name in one.failed for name in names] for one in scored]),
+    }
+    return packed(tensors, None)
+
+
+def _own_rewards(
+    message: bytes, groups: Sequence[Group], places: range, names: Sequence[str]
+) -> tuple[ScoredGroup, ...]:
+    """Read the rewards of this process's groups."""
+    tensors, _ = unpacked(message)
+    sizes, own = tensors["sizes"], slice(places.start, places.stop)
+    first = int(sizes[: places.start].sum())
+    rewards = torch.split(tensors["rewards"][first : first + int(sizes[own].sum())], sizes[own].tolist())
+    rest = zip(groups, rewards, tensors["dropped"][own].tolist(), tensors["failed"][own].tolist(), strict=True)
+    return tuple(
+        ScoredGroup(
+            group=group,
+            rewards=values.clone(),
+            extras={},
+            dropped=dropped,
+            failed=tuple(name for name, is_failed in zip(names, failed, strict=True) if is_failed),
+        )
+        for group, values, dropped, failed in rest
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardedByEach:
+    """Each process scores what it sampled; of what only the main one's engine sampled, an equal part.
+
+    Attributes:
+        scorer: This process's rewards.
+        processes: The processes of this run.
+        division: Who samples what.
+        records: Whether the main process records completions.
+    """
+
+    scorer: Scorer
+    processes: Processes
+    division: Division
+    records: bool
+
+    def wanted(self, count: int) -> Sequence[int]:
+        """See `Rewarding`."""
+        if self.processes.is_main and self.records:
+            return range(count)
+        return sorted({*self.division.asked(count), *self.division.even(count)})
+
+    def early(self, count: int) -> range:
+        """See `Rewarding`."""
+        return self.division.even(count)
+
+    def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
+        """See `Rewarding`. Where a function fails in one process, all raise its error."""
+        places = self.division.even(drawn.count)
+        if self.division.main_only:
+            groups = self._handed_out(groups, drawn, places)
+        scores, failure = Scores(groups=(), metrics={}), None
+        try:
+            scores = self.scorer.score(groups, trainer_state)
+            check_logged(scores.logged)
+        except RewardError as error:
+            failure = error
+        self.processes.raise_together(failure, RewardError)
+        everyones: Sequence[ScoredGroup] = ()
+        if self.records:
+            prompts = drawn.at(range(drawn.count)) if self.processes.is_main else ()
+            everyones = collected_scores(scores.groups, prompts, self.processes)
+        own = replace(scores, problems=self._everyones_problems(scores.problems))
+        return Rewarded(places=places, own=own, everyones=everyones)
+
+    def _handed_out(self, groups: Sequence[Group], drawn: Drawn, places: range) -> list[Group]:
+        """Get this process's part of what the main one has."""
+        parts = {
+            rank: groups_message([groups[place] for place in replace(self.division, rank=rank).even(drawn.count)])
+            for rank in range(1, self.processes.count if self.processes.is_main else 0)
+        }
+        told = self.processes.send(parts, sources=() if self.processes.is_main else (0,))
+        if self.processes.is_main:
+            return [groups[place] for place in places]
+        return groups_of(told[0], iter(drawn.at(places)))
+
+    def _everyones_problems(self, problems: Sequence[str]) -> tuple[str, ...]:
+        """Put the problems of all processes together, if there are any."""
+        if not self.processes.most(len(problems)):
+            return ()
+        told = self.processes.gather(json.dumps(problems).encode())
+        return tuple(problem for one in told for problem in json.loads(one))
+
+
+def check_logged(names: Iterable[str]) -> None:
+    """Check that reward functions logged nothing under a name that the run's own metrics have.
+
+    Raises:
+        RewardError: If one did.
+    """
+    for name in sorted(names):
+        if find(name) is not None:
+            raise RewardError(f"log_metric: {name!r} is a metric of the run itself", hint="log it under another name")
