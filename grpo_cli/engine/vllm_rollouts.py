@@ -81,15 +81,10 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
         stack: Ends the started server.
 
     Raises:
-        TrainingError: If a server does not start, cannot be reached, or wants another token.
+        TrainingError: If prompts have images, a server does not start, cannot be reached, or wants another token.
         ModelError: If it does not take sequences as long as the run's.
     """
-    if inputs.vision is not None:
-        raise TrainingError(
-            "vllm.mode: found server, but prompts of this run have images, which are not sent to servers; allowed with images: colocate, "
-            "or none",
-            hint="set vllm.mode to colocate, or leave it out",
-        )
+    _refuse_images(inputs)
     recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
     section, device = recipe.vllm, inputs.processes.device
     token = read_token(section.token_file, inputs.folder)
@@ -133,6 +128,15 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
     if server is None:
         return engine
     return StartedServerEngine(engine, server, server_timeout=section.server_timeout, say=told.say)
+
+
+def _refuse_images(inputs: SamplingInputs) -> None:
+    if inputs.vision is not None:
+        raise TrainingError(
+            "vllm.mode: found server, but prompts of this run have images, which are not sent to servers; allowed with images: colocate, "
+            "or none",
+            hint="set vllm.mode to colocate, or leave it out",
+        )
 
 
 def _start_server(inputs: SamplingInputs, dtype: str, token: str, told: Told, stack: ExitStack) -> ServerProcess:
