@@ -93,6 +93,26 @@ def test_adapters_leave_little_to_the_optimizer(large: Path) -> None:
     assert plan.memory.optimizer == pytest.approx(12 * rows_and_columns / 32, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("bits", "nested", "per_weight"), [("8bit", False, 1.0), ("4bit", False, 0.5625), ("4bit", True, 0.515625)]
+)
+def test_quantized_weights_are_counted_as_they_are_kept(
+    bits: str, nested: bool, per_weight: float, large: Path
+) -> None:
+    """One byte, or half of one and a scale for 64 weights: of four bytes, or of one."""
+    lora = ("model.lora.r=8", "grpo.beta=0.1", "distributed.strategy=ddp")
+    changes = (*lora, f"model.quantization={bits}", *(["model.bnb_4bit_use_double_quant=true"] if nested else []))
+    plain = plan_training(recipe_of(large, *lora), folder=large, machine=machine_of(32))
+    plan = plan_training(recipe_of(large, *changes), folder=large, machine=machine_of(32))
+    assert plan.parameters == plain.parameters
+    assert plan.trained_parameters == plain.trained_parameters
+    assert plan.spread.name == "ddp"
+    linear = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29568)
+    saved = plain.memory.weights - plan.memory.weights
+    assert saved == pytest.approx(linear * (plain.dtype.itemsize - per_weight), rel=1e-3)
+    assert plan.memory.gathered > 0, "one matrix at a time is there as floats"
+
+
 def test_passes_are_those_of_a_generation(large: Path) -> None:
     recipe = recipe_of(large, "grpo.beta=0.1", "grpo.num_iterations=2", "grpo.steps_per_generation=4")
     work = step_work(recipe, longest_prompt=512, micro_batch_tokens=8192, processes=32)
