@@ -5,9 +5,9 @@ This module imports nothing heavy, so that the table of names can be shown witho
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,6 @@ def merge(many: Iterable[Metrics]) -> dict[str, MetricValue]:
                 raise TypeError(f"metric {name!r} is both {type(before).__name__} and {type(value).__name__}")
             merged[name] = before.merge(value)  # type: ignore[arg-type]  # the types were compared above
     return merged
-
-
-def to_plain(metrics: Metrics) -> dict[str, list[Any]]:
-    """Write metrics as JSON: per name the kind of value and its numbers."""
-    return {name: [type(value).__name__, *astuple(value)] for name, value in metrics.items()}
-
-
-def from_plain(plain: Mapping[str, Sequence[Any]]) -> dict[str, MetricValue]:
-    """Undo `to_plain`."""
-    kinds = {kind.__name__: kind for kind in (Sum, Mean, Max, Min)}
-    return {name: kinds[kind](*numbers) for name, (kind, *numbers) in plain.items()}
 
 
 def results(metrics: Metrics) -> dict[str, float]:

@@ -169,6 +169,33 @@ def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experim
         ]
 
 
+def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experiment) -> None:
+    """Whoever scores them; of the steps that share a generation, some have fewer prompts then."""
+    (experiment.folder / "picky.py").write_text(
+        "def picky(prompts, completions, **_):\n"
+        "    assert not any(prompt.startswith(('red', 'sea', 'cat')) for prompt in prompts)\n"
+        "    return [0.1 * len(text) for text in completions]\n"
+    )
+    settings: dict[str, object] = {
+        "rewards.reward_funcs": "[my_rewards.few_letters, picky.picky]",
+        "rewards.on_error": "drop",
+        "grpo.steps_per_generation": 2,
+        "grpo.beta": 0.1,
+        "train.max_steps": 4,
+    }
+    alone = experiment.output("one-dropped")
+    run(load_recipe(experiment.recipe, overrides({**settings, "train.output_dir": alone})))
+    assert records(alone)[0]["rewards/dropped_prompts"] > 0
+    places = {spread: experiment.output(f"two-dropped-{spread}") for spread in (False, True)}
+    jobs = [
+        (experiment.recipe, {**settings, "rewards.spread": spread, "train.output_dir": place}, None)
+        for spread, place in places.items()
+    ]
+    train_in(2, jobs, experiment.folder)
+    for place in places.values():
+        assert_close(place, alone)
+
+
 def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(experiment: Experiment) -> None:
     module = experiment.folder / "fragile.py"
     module.write_text(
