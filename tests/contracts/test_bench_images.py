@@ -1,8 +1,8 @@
 """What scripts/bench/images compares is the same computation."""
 
 import torch
-from bench.image_sharing import RandomPictures, build_model, build_segment
 
+from bench.image_sharing import RandomPictures, build_model, build_segment
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.types import Sampling
 

@@ -169,7 +169,7 @@ def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experim
         ]
 
 
-def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experiment) -> None:
+def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experiment, warm: WarmStart) -> None:
     """Whoever scores them; of the steps that share a generation, some have fewer prompts then."""
     (experiment.folder / "picky.py").write_text(
         "def picky(prompts, completions, **_):\n"
@@ -191,7 +191,7 @@ def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experim
         (experiment.recipe, {**settings, "rewards.spread": spread, "train.output_dir": place}, None)
         for spread, place in places.items()
     ]
-    train_in(2, jobs, experiment.folder)
+    train_in_forked(warm, 2, jobs)
     for place in places.values():
         assert_close(place, alone)
 
