@@ -51,9 +51,10 @@ def handed_out(held: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
         own = range(max(first, step.start), min(end, step.stop))
         for rank, part in _owners(own, outline.shares[number]):
             parts[rank][number] = range(part.start - own.start, part.stop - own.start)
-    kept = held.part(parts.pop(processes.rank, [range(0)] * len(outline.steps)))
+    own_part = parts.pop(processes.rank, [range(0)] * len(outline.steps))
+    kept, *given = held.parts([own_part, *parts.values()])
     sources = sorted({rank for rows in outline.share(processes.rank) for rank in _holders(outline, rows)})
-    messages = {rank: _message(held.part(rows)) for rank, rows in parts.items()}
+    messages = {rank: _message(part) for rank, part in zip(parts, given, strict=True)}
     told = processes.send(messages, sources=[rank for rank in sources if rank != processes.rank])
     found = {rank: _window(message) for rank, message in told.items()}
     return joined([one for _, one in sorted({**found, processes.rank: kept}.items())])

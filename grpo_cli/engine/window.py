@@ -1,8 +1,9 @@
 """A rollout window: what one generation gives to the optimizer steps that share it."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,13 @@ class RolloutWindow:
         Args:
             rows: Which of those of each optimizer step of a pass, counted through its groups.
         """
-        return self.of_entries([_part(entries, wanted) for entries, wanted in zip(self.entries(), rows, strict=True)])
+        return self.parts([rows])[0]
+
+    def parts(self, wanted: Iterable[Sequence[range]]) -> list["RolloutWindow"]:
+        """Give several parts, see `part`. The groups are counted once for all of them: one process may cut a window into thousands."""
+        steps = self.entries()
+        starts = [list(accumulate((len(group.completion_ids) for group, _ in step), initial=0)) for step in steps]
+        return [self.of_entries([_part(*one) for one in zip(steps, starts, rows, strict=True)]) for rows in wanted]
 
     def entries(self) -> list[list[_Entry]]:
         """Give each group with its log-probabilities, by optimizer step."""
@@ -94,15 +101,21 @@ def joined(windows: Sequence[RolloutWindow]) -> RolloutWindow:
     return windows[0].of_entries([_joined(chain.from_iterable(parts)) for parts in steps])
 
 
-def _part(entries: Iterable[_Entry], rows: range) -> list[_Entry]:
-    """Give some completions of an optimizer step."""
-    kept, start = [], 0
-    for group, logps in entries:
-        size = len(group.completion_ids)
-        indices = range(max(rows.start - start, 0), min(rows.stop - start, size))
+def _part(entries: Sequence[_Entry], starts: Sequence[int], rows: range) -> list[_Entry]:
+    """Give some completions of an optimizer step.
+
+    Args:
+        entries: Its groups.
+        starts: How many completions stand before each, and how many there are.
+        rows: Which.
+    """
+    kept = []
+    for number in range(bisect_right(starts, rows.start) - 1, min(bisect_left(starts, rows.stop), len(entries))):
+        start, end = starts[number], starts[number + 1]
+        indices = range(max(rows.start, start) - start, min(rows.stop, end) - start)
         if indices:
+            group, logps = entries[number]
             kept.append((only(group, indices), only_logps(logps, indices)))
-        start += size
     return kept
 
 

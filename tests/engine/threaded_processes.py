@@ -1,0 +1,61 @@
+"""Processes of a run that are threads of one process: what they tell each other goes through memory."""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeVar
+
+from torch import Tensor
+
+from grpo_cli.engine.distributed import Processes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a number of threads share."""
+
+    count: int
+    summands: dict[int, Tensor] = field(default_factory=dict)
+    barrier: threading.Barrier = field(init=False)
+    mail: dict[tuple[int, int], SimpleQueue[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pairs = [(sender, receiver) for sender in range(self.count) for receiver in range(self.count)]
+        object.__setattr__(self, "barrier", threading.Barrier(self.count))
+        object.__setattr__(self, "mail", {pair: SimpleQueue() for pair in pairs})
+
+
+class ThreadedProcesses(Processes):
+    """The processes, seen from one of the threads. Only the transport is another."""
+
+    def __init__(self, rank: int, memory: Memory) -> None:
+        self.rank, self.count, self._memory = rank, memory.count, memory
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up in the order of ranks."""
+        self._memory.summands[self.rank] = values.clone()
+        self._memory.barrier.wait()
+        values.zero_()
+        for rank in range(self.count):
+            values += self._memory.summands[rank]
+        self._memory.barrier.wait()
+        return values
+
+    def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+        for rank, one in out.items():
+            if one.numel():
+                self._memory.mail[self.rank, rank].put(one)
+        for rank, one in into.items():
+            if one.numel():
+                one.copy_(self._memory.mail[rank, self.rank].get(timeout=60))
+
+
+def in_threads(count: int, work: Callable[[ThreadedProcesses], T]) -> list[T]:
+    """Let every process of so many do something at once, and give what each has made of it, by rank."""
+    memory = Memory(count)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(ThreadedProcesses(rank, memory)), range(count)))
