@@ -7,7 +7,7 @@ A reward function is called with keyword arguments, one entry per completion in 
     completion_ids (completions_ids)    lists of token ids
     trainer_state                       where the run is, a `TrainerState`
     log_extra(column, values)           adds a column, one value per completion, to the completion files
-    log_metric(name, value)             averages a number into the metrics, under a name that `check_metric_names` allows
+    log_metric(name, value)             averages a number into the metrics, once for each completion of the call, under a name that `check_metric_names` allows
     image, images                       PIL images, opened but not yet read, or lists of them: a column's, or those in the prompt's messages
     <column>                            every other column of the dataset
 

@@ -15,13 +15,23 @@ class Journal:
 
     Attributes:
         columns: What `log_extra` logged, each of length `count`.
-        metrics: What `log_metric` logged, averaged by name.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self.columns: dict[str, tuple[Any, ...]] = {}
-        self.metrics: dict[str, Mean] = {}
+        self._logged: dict[str, Mean] = {}
+
+    @property
+    def metrics(self) -> dict[str, Mean]:
+        """What `log_metric` logged: the mean by name, which counts once for each completion of the call.
+
+        So calls on few completions and on many together give the number that one call on all of them gives, where that is a mean over them.
+        """
+        return {
+            name: Mean(logged.total * (self._count / logged.count), self._count)
+            for name, logged in self._logged.items()
+        }
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Add a column to the completion files.
@@ -37,7 +47,7 @@ class Journal:
         """Take over what was logged in another process, where it was checked."""
         for column, values in columns.items():
             self.log_extra(column, values)
-        self.metrics |= metrics
+        self._logged |= metrics
 
     def log_metric(self, name: str, value: float) -> None:
         """Average a number into a metric.
@@ -49,4 +59,4 @@ class Journal:
         if not math.isfinite(number):
             raise ValueError(f"log_metric({name!r}, ...) got {number}; allowed is a finite number")
         logged = Mean(number, 1)
-        self.metrics[name] = self.metrics[name].merge(logged) if name in self.metrics else logged
+        self._logged[name] = self._logged[name].merge(logged) if name in self._logged else logged

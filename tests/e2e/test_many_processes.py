@@ -148,16 +148,26 @@ def test_three_processes_with_less_work_than_processes_train_as_one(experiment: 
     assert_close(experiment.output("three-few"), experiment.output("one-few"))
 
 
-SPREAD: dict[str, object] = {
-    "rewards.spread": True,
-    "rewards.reward_funcs": "[my_rewards.few_letters, my_rewards.early]",
-    "train.max_steps": 3,
-}
-
-
 def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experiment, warm: WarmStart) -> None:
-    """With a scale and a metric of the whole batch, and columns that the main process writes."""
-    settings = {**SPREAD, "grpo.scale_rewards": "batch", "grpo.num_iterations": 2, "grpo.steps_per_generation": 2}
+    """With a scale and a metric of the whole batch, and columns that the main process writes.
+
+    Of the 4 prompts of a generation one process has 2, so that its metrics have to count twice.
+    """
+    (experiment.folder / "measuring.py").write_text(
+        "def measuring(completions, log_metric, **_):\n"
+        "    lengths = [len(text) for text in completions]\n"
+        "    log_metric('characters', sum(lengths) / len(lengths))\n"
+        "    return [0.01 * length for length in lengths]\n"
+    )
+    settings: dict[str, object] = {
+        "rewards.spread": True,
+        "rewards.reward_funcs": "[my_rewards.few_letters, my_rewards.early, measuring.measuring]",
+        "train.max_steps": 3,
+        "train.prompts_per_step": 2,
+        "grpo.scale_rewards": "batch",
+        "grpo.num_iterations": 2,
+        "grpo.steps_per_generation": 2,
+    }
     alone, three = experiment.output("one-spread"), experiment.output("three-spread")
     run(load_recipe(experiment.recipe, overrides({**settings, "rewards.spread": False, "train.output_dir": alone})))
     train_in_forked(warm, 3, [(experiment.recipe, {**settings, "train.output_dir": three}, None)])

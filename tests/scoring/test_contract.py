@@ -9,6 +9,7 @@ from scoring.scoring_groups import STATE, group
 
 from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Mean
+from grpo_cli.scoring.limits import CallLimits
 from grpo_cli.scoring.reward import make_reward
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 
@@ -107,7 +108,23 @@ def test_logging_example_goes_to_extras_and_metrics() -> None:
 
     scores = score(function, group(0, "p", ["a", "b"]), group(1, "q", ["c"]))
     assert [scored.extras for scored in scores.groups] == [{"upper": ("A", "B")}, {"upper": ("C",)}]
-    assert scores.metrics["accuracy"] == Mean(1.5, 2)
+    assert scores.metrics["accuracy"] == Mean(0.75 * 3, 3)
+
+
+@pytest.mark.parametrize("per_prompt", [True, False])
+def test_a_share_of_completions_is_the_same_whether_a_function_sees_few_at_a_time_or_all(per_prompt: bool) -> None:
+    """Groups of other sizes stand for processes that score other numbers of completions."""
+
+    def function(completions: list[str], log_metric: Any) -> list[float]:
+        log_metric("short", sum(len(text) < 3 for text in completions) / len(completions))
+        for text in completions:
+            log_metric("length", len(text))
+        return [0.0] * len(completions)
+
+    scorer = RewardScorer([make_reward("f", function, limits=CallLimits(per_prompt=per_prompt))])
+    metrics = scorer.score([group(0, "p", ["a", "bb", "ccc"]), group(1, "q", ["dddd"])], STATE).metrics
+    assert metrics["short"].result() == pytest.approx(2 / 4)
+    assert metrics["length"].result() == pytest.approx(10 / 4)
 
 
 @pytest.mark.parametrize("name", ["step", "eval/accuracy", "time/reward/other", 3])

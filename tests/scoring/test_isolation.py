@@ -169,7 +169,7 @@ def test_what_a_function_returns_and_logs_comes_over(opened: Open) -> None:
     scores = opened("tells").score(GOOD, STATE)
     assert [one.rewards.tolist() for one in scores.groups] == [[[1.0], [1.0]], [[2.0], [2.0]]]
     assert scores.groups[1].extras == {"answer": ("CCC", "DDDD"), "odd": (0.5, 0.5)}
-    assert scores.metrics["tell/length"] == Mean(5.0, 2)
+    assert scores.metrics["tell/length"] == Mean(2.5 * 4, 4)
 
 
 @pytest.mark.parametrize(
