@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.data.sources import image_folders, load_rows
 from grpo_cli.engine.distributed import Processes
-from grpo_cli.engine.rewards import load_scorer
+from grpo_cli.engine.rewards import load_scorer, shares_limits
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError, RewardError
@@ -142,19 +142,23 @@ def load_scorers(loaded: LoadedRecipe, processes: Processes, scorer: Scorer | No
     Args:
         loaded: The recipe.
         processes: The processes of this run; all of them come here.
-        scorer: The run's rewards, for datasets that have none of their own; None: they are loaded if they are needed.
+        scorer: The run's rewards, for datasets that have none of their own; None: they are loaded if they are needed, and again if those
+            of the main process, which evaluates, call more slowly since others do so, too.
 
     Raises:
         RewardError: As `load_scorer` does.
         ModelError: As `load_scorer` does.
     """
+    rewards = replace(loaded.recipe.rewards, spread=False)
+    if shares_limits(loaded.recipe.rewards, processes):
+        scorer = None
     scorers: list[Scorer] = []
     for task in evaluation_tasks(loaded.recipe):
         if task.has_own_rewards:
             scorers.append(load_scorer(task.rewards, loaded, processes))
             continue
         if scorer is None:
-            scorer = load_scorer(loaded.recipe.rewards, loaded, processes)
+            scorer = load_scorer(rewards, loaded, processes)
         scorers.append(scorer)
     return tuple(scorers)
 

@@ -28,21 +28,27 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
         ModelError: There, if a reward model does not load.
     """
     scorer = None
-    if section.spread:
+    if shares_limits(section, processes):
         section = _shared_limits(section, processes.count)
     if processes.is_main or section.spread:
         trusts = loaded.recipe.model.trust_remote_code
         rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
         scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
         if section.spread:
-            _refuse_states(rewards)
+            _refuse_states(rewards, scorer)
     return (
         scorer if scorer is not None and (section.spread or processes.count == 1) else SharedScorer(scorer, processes)
     )
 
 
+def shares_limits(section: RewardsSection, processes: Processes) -> bool:
+    """Tell whether processes have to share what a recipe allows of calls in a minute."""
+    limited = any(entry.calls_per_minute is not None for entry in section.reward_funcs)
+    return section.spread and processes.count > 1 and limited
+
+
 def _shared_limits(section: RewardsSection, processes: int) -> RewardsSection:
-    """Let the calls of all processes together be no more in a minute than the recipe allows."""
+    """Let the calls of all processes together be no more in a minute than the recipe allows, but for the first of each after a pause."""
     entries = [
         entry if entry.calls_per_minute is None else replace(entry, calls_per_minute=entry.calls_per_minute / processes)
         for entry in section.reward_funcs
@@ -50,14 +56,15 @@ def _shared_limits(section: RewardsSection, processes: int) -> RewardsSection:
     return replace(section, reward_funcs=entries)
 
 
-def _refuse_states(rewards: Sequence[Reward]) -> None:
+def _refuse_states(rewards: Sequence[Reward], scorer: RewardScorer) -> None:
     """Refuse what a checkpoint would have to hold a state of, which each process would have another of.
 
     Raises:
-        RewardError: If there is one.
+        RewardError: If there is one; the scorer is closed then.
     """
     for reward in rewards:
         if has_state(reward.source):
+            scorer.close()
             raise RewardError(
                 f"rewards.spread: found true, but reward {reward.name!r} has a state (state_dict), which every process would have another "
                 "of; allowed with functions that have none",

@@ -118,7 +118,10 @@ def _named(recipe: Recipe, name: str, section: EvalDatasetSection, settings: Eva
     has_own_rewards = section.reward_funcs is not None
     rewards = recipe.rewards
     if section.reward_funcs is not None:
-        rewards = replace(rewards, reward_funcs=section.reward_funcs, reward_weights=section.reward_weights)
+        own_funcs, weights = section.reward_funcs, section.reward_weights
+        rewards = replace(
+            rewards, reward_funcs=own_funcs, reward_weights=weights, spread=False
+        )  # one process evaluates
     return EvalTask(
         name=name,
         key=f"eval.datasets.{name}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from grpo_cli.engine.distributed import Processes
@@ -44,6 +45,19 @@ class ThreadedProcesses(Processes):
             values += self._memory.summands[rank]
         self._memory.barrier.wait()
         return values
+
+    def least(self, number: int) -> int:
+        """Give the smallest of the processes' numbers."""
+        return int(self.everyones(torch.tensor([number])).min())
+
+    def from_main(self, message: bytes | None) -> bytes:
+        """Give the main process's message."""
+        return self.gather(message or b"" if self.is_main else b"")[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The processor."""
+        return torch.device("cpu")
 
     def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         for rank, one in out.items():

@@ -1,5 +1,6 @@
 """The datasets that a recipe evaluates on: what is said once for all, and over it for one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ def test_a_dataset_has_the_rewards_of_the_run_unless_it_names_others(recipe: Rec
     assert math.has_own_rewards
     assert chat.rewards == recipe.rewards
     assert not chat.has_own_rewards
+
+
+def test_rewards_of_a_dataset_s_own_are_not_spread_for_one_process_evaluates(recipe: Recipe) -> None:
+    assert not by_name(replace(recipe, rewards=replace(recipe.rewards, spread=True)))["math"].rewards.spread
 
 
 def test_a_dataset_without_a_name_keeps_the_names_of_metrics(recipe_folder: Path) -> None:

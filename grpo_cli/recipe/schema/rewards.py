@@ -60,7 +60,10 @@ class RewardFunction:
         1, minimum=1, help="Calls at the same time with `per_prompt`, of an isolated function in as many processes."
     )
     calls_per_minute: float | None = option(
-        None, above=0, help="Begin no more calls than this in any minute; none: no limit."
+        None,
+        above=0,
+        help="Begin no more calls than this in any minute; none: no limit. With `rewards.spread` that is for all processes together, each of "
+        "which may begin one more after a pause.",
     )
     retries: int = option(
         0, minimum=0, help="Times that a call is made again, after a growing pause, before it has failed."
