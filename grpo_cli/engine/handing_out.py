@@ -61,17 +61,19 @@ def handed_out(held: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
 
 
 def own_share(whole: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
-    """Give the completions that this process trains on, of all: the same that `handed_out` gives."""
+    """Give the completions that this process trains on, of all: the same that `handed_out` gives.
+
+    They hold on to nothing of the others.
+    """
     processes = gradients.processes
     if processes.count == 1:
         return whole
     outline = _outline(_rows(whole, gradients), len(whole.groups), gradients)
-    return whole.part(
-        [
-            range(rows.start - step.start, rows.stop - step.start)
-            for rows, step in zip(outline.share(processes.rank), outline.steps, strict=True)
-        ]
-    )
+    rows = [
+        range(own.start - step.start, own.stop - step.start)
+        for own, step in zip(outline.share(processes.rank), outline.steps, strict=True)
+    ]
+    return _window(_message(whole.part(rows)))  # a copy: tensors of a window that was read are views of those of all
 
 
 def brought_together(window: RolloutWindow, processes: Processes) -> RolloutWindow:

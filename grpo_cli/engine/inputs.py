@@ -12,7 +12,6 @@ from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.prompts import LoadedPrompts
 from grpo_cli.engine.run_length import RunLength
 from grpo_cli.engine.shared_scoring import Scorer
-from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.types import Prompt
@@ -78,14 +77,12 @@ class Inputs(SamplingInputs):
 
     Attributes:
         checkpoint: The checkpoint to resume from, if any: the policy is loaded from it.
-        state: The run state of that checkpoint.
         prompts: The training prompts.
         scorer: The rewards.
         length: The end of the run.
     """
 
     checkpoint: Path | None
-    state: RunState | None
     prompts: LoadedPrompts
     scorer: Scorer
     length: RunLength

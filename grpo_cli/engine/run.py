@@ -87,7 +87,8 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
                 stack.callback(scorer.close)
             recorder = _open_recorder(inputs, console)
             stack.callback(recorder.close)
-            trainer = _build_trainer(inputs, load_policy(inputs), recorder, signals, stack)
+            trainer = _build_trainer(inputs, load_policy(inputs), resumed.state, recorder, signals, stack)
+            resumed = dataclasses.replace(resumed, state=None)  # of a window, a process keeps no more than its share
             _check_agreement(trainer, inputs)
         if processes.is_main and not exists:
             stack.enter_context(locked(output_dir))
@@ -124,7 +125,6 @@ def _load_inputs(
         folder=folder,
         output_dir=output_dir,
         checkpoint=resumed.checkpoint,
-        state=resumed.state,
         processes=processes,
         strategy=strategy,
         tokenizer=tokenizer,
@@ -150,17 +150,23 @@ def _open_recorder(inputs: Inputs, console: Console) -> Recorder:
 
 
 def _build_trainer(
-    inputs: Inputs, policy: LoadedPolicy, recorder: Recorder, signals: StopSignals, stack: ExitStack
+    inputs: Inputs,
+    policy: LoadedPolicy,
+    resumed: RunState | None,
+    recorder: Recorder,
+    signals: StopSignals,
+    stack: ExitStack,
 ) -> Trainer:
     """Build the stages, and put them where the checkpoint left them."""
     recipe = inputs.recipe
     stages = build_stages(inputs, policy, recorder, stack)
     state = RunState(random=RandomState.capture())
-    if inputs.state is not None and inputs.checkpoint is not None:
-        state = inputs.state
+    if resumed is not None and inputs.checkpoint is not None:
+        state = resumed
         restore(stages, state, inputs.checkpoint)
         if state.window is not None:
-            state = dataclasses.replace(state, window=own_share(state.window, stages.gradients))
+            whole = state.window if inputs.processes.is_main else None
+            state = dataclasses.replace(state, window=own_share(state.window, stages.gradients), whole_window=whole)
         best = state.best
         if best is not None and (
             best.metric != recipe.eval.best_metric or not stages.checkpoints.path(best.step).is_dir()
@@ -195,7 +201,7 @@ def _take_directory(trainer: Trainer, inputs: Inputs, resumed: Resumed) -> None:
         if not resumed.continues:
             remove_run(output_dir)
         (output_dir / "recipe.yaml").write_text(dump_recipe(inputs.recipe), encoding="utf-8")
-    if resumed.continues or inputs.state is not None:
+    if resumed.continues or resumed.checkpoint is not None:
         stages.recorder.resume_at(state.step, evaluated=state.evaluated)
     stages.checkpoints.start_from(state.step, best=state.best)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.engine.handing_out import brought_together, handed_out, own_share
 from grpo_cli.engine.step import GradientPass
-from grpo_cli.engine.window import RolloutWindow, by_step, joined, new_window
+from grpo_cli.engine.window import RolloutWindow, by_step, joined, new_window, window_from_state, window_state
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.settings import LossType
 from grpo_cli.types import PolicyLogps, PolicyVersion, TrainingGroup
@@ -121,6 +121,22 @@ def test_what_processes_are_handed_is_their_share_of_the_whole(
     assert equal(whole, everything.part([range(sum(map(len, step))) for step in _completions(everything)]))
     expected = in_threads(count, lambda processes: own_share(whole, gradient_pass(processes)))
     assert all(equal(own, share) for (own, _), share in zip(shares, expected, strict=True))
+
+
+def test_a_share_of_what_was_read_does_not_keep_the_rest(make_group: Callable[..., TrainingGroup]) -> None:
+    """Tensors of a window that a checkpoint held are views of one for all completions."""
+    whole = window_of([[make_group(5, uid=f"0:{number}") for number in range(4)]])
+    description, tensors = window_state(whole)
+    read = window_from_state(description, tensors)
+    assert read.groups[0][0].behaviour_logps[0].untyped_storage().nbytes() == 4 * 5 * 4
+    for share in in_threads(2, lambda processes: own_share(read, gradient_pass(processes))):
+        held = [
+            values
+            for group, logps in zip(share.groups[0], share.logps[0], strict=True)
+            for values in (group.advantages, *group.behaviour_logps, *(logps.old or ()), *(logps.reference or ()))
+        ]
+        assert len(held) == 2 * 4
+        assert all(values.untyped_storage().nbytes() <= 2 * 5 * 4 for values in held)
 
 
 def _completions(window: RolloutWindow) -> list[list[tuple[tuple[int, ...], ...]]]:
