@@ -14,7 +14,7 @@ from grpo_cli.engine.rewards import failed_too_often, failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
 from grpo_cli.engine.state import RunState
 from grpo_cli.engine.window import RolloutWindow, by_step, new_window, training_groups
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import DataError, TrainingError
 from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import advantages, reward_metrics
 from grpo_cli.policy.adapter_dropout import dropped_inputs
@@ -70,6 +70,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     Of all this a process has its part, besides some numbers; only what the main one needs to score or record all comes together there.
 
     Raises:
+        DataError: If a row cannot be read.
         TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
     drawn = _draw(stages, prompts_to_draw(state, settings))
@@ -118,10 +119,20 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
 
 
 def _draw(stages: Stages, count: int) -> Drawn:
-    """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now."""
+    """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now.
+
+    Raises:
+        DataError: In every process, if a row that one of them wants cannot be read.
+    """
     before = dict(stages.prompts.rejected)
     places = stages.rewarding.wanted(count)
-    prompts = dict(zip(places, stages.prompts.take(count, places), strict=True))
+    taken, failure = [], None
+    try:
+        taken = stages.prompts.take(count, places)
+    except DataError as error:
+        failure = error
+    stages.processes.raise_together(failure, DataError)
+    prompts = dict(zip(places, taken, strict=True))
     for reason, rows in stages.prompts.rejected.items():
         for _ in range(rows - before.get(reason, 0)):
             stages.recorder.warn(f"data/{reason}", f"dataset: a row was left out: {reason}")

@@ -220,6 +220,33 @@ def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(experi
     assert "Traceback" not in errors
 
 
+def test_a_row_that_one_process_cannot_read_ends_all_with_what_was_trained(experiment: Experiment) -> None:
+    """With spread rewards and nothing to record, the main process does not read it; and to save what is cut into parts takes all."""
+    (experiment.folder / "fading.py").write_text(
+        "import os\nfrom pathlib import Path\nfrom datasets import Dataset\n\n"
+        "GONE = Path(__file__).with_name('gone')\n\n"
+        "def rows():\n"
+        "    return Dataset.from_dict({'prompt': ['red', 'sea', 'cat', 'dog']}).with_transform(fade)\n\n"
+        "def fade(batch):\n"
+        "    gone = os.environ['RANK'] == '1' and GONE.exists()\n"
+        "    return {name: ['' if gone else value for value in values] for name, values in batch.items()}\n\n"
+        "def fading(completions, **_):\n"
+        "    GONE.touch()\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    launched = Launched(
+        experiment,
+        "fading",
+        *("dataset.name=fading.rows", "rewards.reward_funcs=[fading.fading]", "rewards.spread=true"),
+        *("logging.log_completions=false", "train.prompts_per_step=2", "distributed.strategy=fsdp2"),
+    )
+    code, output, errors = launched.end()
+    assert code == 2, (output, errors)
+    assert errors.count("gave a prompt when all rows were read, and now prompt is empty") == 1
+    assert "Traceback" not in errors
+    assert (launched.output / "checkpoints" / "step-000001").is_dir()
+
+
 def test_a_reward_with_a_state_is_not_spread(experiment: Experiment) -> None:
     launched = Launched(experiment, "stateful", "rewards.spread=true")
     code, _, errors = launched.end()
