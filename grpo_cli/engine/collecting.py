@@ -145,5 +145,5 @@ def _sendable(value: Any) -> Any:
     item = getattr(value, "item", None)
     try:
         return _sendable(item()) if callable(item) else str(value)
-    except (ValueError, RuntimeError):  # it is an array
+    except (TypeError, ValueError, RuntimeError):  # it is an array, or has another method of that name
         return str(value)

@@ -80,14 +80,12 @@ class SharedScorer:
             self._scorer.start(group, trainer_state)
 
     def score(self, groups: Sequence[Group], trainer_state: TrainerState) -> Scores:
-        """Score groups in the main process; the others have none to score.
+        """Score groups, in the main process alone.
 
         Raises:
-            RewardError: There, as `RewardScorer.score` does.
+            RewardError: As `RewardScorer.score` does.
         """
-        if self._scorer is None:
-            assert not groups, "only the main process calls reward functions"
-            return Scores(groups=(), metrics={})
+        assert self._scorer is not None, "only the main process calls reward functions"
         return self._scorer.score(groups, trainer_state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
     """Turn a NumPy or torch scalar into Python's."""
     try:
         return value.item()
-    except (AttributeError, ValueError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         return value
 
 

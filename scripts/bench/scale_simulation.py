@@ -26,6 +26,10 @@ class SimulatedProcesses(Processes):
     Args:
         rank: Which one this is.
         count: How many there are.
+
+    Attributes:
+        told_bytes: What the others have brought into collectives so far, of all of which every process gets the result.
+        sent_bytes: What they have sent to this one alone, and how long it is.
     """
 
     def __init__(self, *, rank: int, count: int) -> None:
@@ -33,6 +37,7 @@ class SimulatedProcesses(Processes):
         self._arriving: deque[tuple[Tensor, Tensor]] = deque()
         self._sent: deque[Mapping[int, bytes]] = deque()
         self._agreeing = 0
+        self.told_bytes = self.sent_bytes = 0
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +88,7 @@ class SimulatedProcesses(Processes):
         lengths = all(one.dtype == torch.int64 for one in into.values())
         sent = self._sent[0] if lengths else self._sent.popleft()
         for rank, one in into.items():
+            self.sent_bytes += one.nbytes
             one.copy_(_lengths([sent[rank]]) if lengths else _bytes([sent[rank]]))
 
     def _exchange(self, collective: Any, *arguments: Any, **options: Any) -> None:  # noqa: ARG002  all of them bring something
@@ -91,6 +97,7 @@ class SimulatedProcesses(Processes):
             return  # no other has less, or more
         (values,) = arguments
         before, after = self._arriving.popleft() if self._arriving else _SILENCE
+        self.told_bytes += before.nbytes + after.nbytes
         if len(before):
             values[: len(before)] += before
         if len(after):

@@ -54,7 +54,7 @@ def prompt_rows(count: int) -> Dataset:
     random = default_rng(0)
     lengths = random.integers(*PROMPT_WORDS, size=min(count, DISTINCT_PROMPTS))
     rows = Dataset.from_dict({"prompt": [" ".join(random.choice(WORDS, size=length)) for length in lengths]})
-    return concatenate_datasets([rows] * (count // len(rows)))
+    return concatenate_datasets([rows] * -(-count // len(rows))).take(count)
 
 
 def made_up_groups(prompts: Sequence[Prompt]) -> list[Group]:

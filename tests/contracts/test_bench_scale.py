@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from rich.table import Table
 from bench import scale_compare
 from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SimulatedStep
 from bench.scale_report import TOTAL, main_table, prompts_table, ranks_table
-from bench.scale_step import PROMPTS_PER_RANK, prompt_builder, prompt_rows
+from bench.scale_step import DISTINCT_PROMPTS, NUM_GENERATIONS, PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
+from grpo_cli.engine.collecting import groups_message
 from grpo_cli.engine.rewarding import Rewarded
 from grpo_cli.engine.step import StepGradient
 from grpo_cli.engine.window import RolloutWindow, joined
@@ -24,12 +26,16 @@ from grpo_cli.metrics import results
 RANKS = 3
 
 
+def step_of(ranks: int) -> SimulatedStep:
+    rows, builder = prompt_rows(PROMPTS_PER_RANK * ranks), prompt_builder()
+    sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
+    return SimulatedStep(ranks, sampler, PROMPTS_PER_RANK)
+
+
 @pytest.fixture(scope="module")
 def step() -> SimulatedStep:
     """Of three ranks."""
-    rows, builder = prompt_rows(PROMPTS_PER_RANK * RANKS), prompt_builder()
-    sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
-    return SimulatedStep(RANKS, sampler, PROMPTS_PER_RANK)
+    return step_of(RANKS)
 
 
 def lines(table: Table) -> list[str]:
@@ -108,6 +114,22 @@ def test_every_completion_is_handed_to_one_rank(step: SimulatedStep) -> None:
         assert (mine.uid, mine.prompt_ids, mine.completion_ids) == (made.uid, made.prompt_ids, made.completion_ids)
         assert torch.equal(mine.advantages, made.advantages)
         assert torch.equal(torch.cat(mine.behaviour_logps), torch.cat(made.behaviour_logps))
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_of_what_others_sampled_a_rank_gets_some_numbers_and_its_share(ranks: int) -> None:
+    """Six numbers of 4 bytes for each completion, and 8 bytes for how many they are; what it trains on is as much with any number of ranks."""
+    step = step_of(ranks)
+    call: Any = step.hand_out(ranks // 2)
+    processes = call.args[1].processes
+    call()
+    told = PROMPTS_PER_RANK * NUM_GENERATIONS * 6 * 4 + 8
+    assert processes.told_bytes == (ranks - 1) * told
+    assert 0 < processes.sent_bytes < 2 * len(groups_message(step.groups_of(ranks // 2)))
+
+
+def test_there_are_as_many_prompts_as_asked_for() -> None:
+    assert [len(prompt_rows(count)) for count in (7, DISTINCT_PROMPTS + 7)] == [7, DISTINCT_PROMPTS + 7]
 
 
 def test_a_rank_computes_its_share(step: SimulatedStep) -> None:

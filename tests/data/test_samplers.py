@@ -93,6 +93,22 @@ def test_some_of_what_is_drawn_are_those_of_all(make: Make) -> None:
     assert some.state_dict() == everything.state_dict()
 
 
+def test_only_prompts_that_are_asked_for_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of thousands pays for its own. Those of a stream all have to be read."""
+    sampler = mapped()
+    built: list[int] = []
+    encode = PromptBuilder.encode
+
+    def counted(builder: PromptBuilder, rows: Any, uids: Any) -> Any:
+        built.append(len(rows))
+        return encode(builder, rows, uids)
+
+    monkeypatch.setattr(PromptBuilder, "encode", counted)
+    for places in ([0, 3, 11, 12], [], [14]):
+        sampler.take(15, places)
+    assert built == [4, 0, 1]
+
+
 @both
 def test_a_prompt_is_named_by_epoch_and_row_and_no_name_comes_twice(make: Make) -> None:
     prompts = make().take(3 * len(USABLE))

@@ -52,6 +52,16 @@ def test_evaluation_completions_lie_apart_by_dataset_and_have_no_advantage(tmp_p
         assert table["reward/length"].to_pylist() == [value]
 
 
+class Stock:
+    """Has a method of the name that scalars have, too."""
+
+    def item(self, name: str) -> str:
+        return name
+
+    def __str__(self) -> str:
+        return "a stock"
+
+
 @pytest.mark.parametrize(
     ("logged", "kept", "kind"),
     [
@@ -67,6 +77,7 @@ def test_evaluation_completions_lie_apart_by_dataset_and_have_no_advantage(tmp_p
         ((None, None, None), [None, None, None], "null"),
         ((np.float32(0.5), torch.tensor(0.25), 1), [0.5, 0.25, 1.0], "double"),
         ((torch.tensor([1, 2]), "x", None), ["tensor([1, 2])", "x", None], "string"),
+        ((Stock(), "x", None), ["a stock", "x", None], "string"),
     ],
 )
 def test_logged_columns_keep_their_type_or_become_text(
