@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.sharding import whole_bytes, whole_shape
-from grpo_cli.telemetry.recorder import Recorder
+from grpo_cli.telemetry.recorder import Recorder, is_recorded
 from grpo_cli.types import Prompt, Sampling, Segment
 from grpo_cli.vision.inputs import placeholder_ids
 
@@ -219,10 +220,10 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
 
 def _build_rewarding(inputs: Inputs) -> Rewarding:
     """Choose who scores."""
-    scorer, processes, division, logging = inputs.scorer, inputs.processes, inputs.division, inputs.recipe.logging
+    scorer, processes, division, grpo = inputs.scorer, inputs.processes, inputs.division, inputs.recipe.grpo
     if not inputs.recipe.rewards.spread:
         return RewardedByMain(scorer=scorer, processes=processes, division=division)
-    records = logging.log_completions or logging.print_completions_steps > 0
+    records = partial(is_recorded, inputs.recipe.logging, grpo.steps_per_generation * grpo.num_iterations)
     return RewardedByEach(scorer=scorer, processes=processes, division=division, records=records)
 
 

@@ -73,7 +73,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         DataError: If a row cannot be read.
         TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
-    drawn = _draw(stages, prompts_to_draw(state, settings))
+    drawn = _draw(stages, prompts_to_draw(state, settings), state.step)
     version = PolicyVersion(state.step)
     now = trainer_state(stages, settings, state)
     with clock.phase("sync"):
@@ -118,14 +118,14 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     )
 
 
-def _draw(stages: Stages, count: int) -> Drawn:
+def _draw(stages: Stages, count: int, step: int) -> Drawn:
     """Draw prompts, and tell about rows that were left out on the way; those of a stream are met only now.
 
     Raises:
         DataError: In every process, if a row that one of them wants cannot be read.
     """
     before = dict(stages.prompts.rejected)
-    places = stages.rewarding.wanted(count)
+    places = stages.rewarding.wanted(count, step=step)
     taken, failure = [], None
     try:
         taken = stages.prompts.take(count, places)

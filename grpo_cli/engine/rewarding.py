@@ -1,7 +1,7 @@
 """Rewards of a generation, in one process or many: the main one scores everything, or each one what it sampled."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -54,8 +54,8 @@ class Rewarded:
 class Rewarding(Protocol):
     """Has groups scored."""
 
-    def wanted(self, count: int) -> Sequence[int]:
-        """Give the places of the prompts, of so many, that this process has to know."""
+    def wanted(self, count: int, *, step: int) -> Sequence[int]:
+        """Give the places of the prompts, of so many, that this process has to know, after so many optimizer steps."""
         ...
 
     def early(self, count: int) -> range:
@@ -85,7 +85,7 @@ class RewardedByMain:
     processes: Processes
     division: Division
 
-    def wanted(self, count: int) -> Sequence[int]:
+    def wanted(self, count: int, *, step: int) -> Sequence[int]:  # noqa: ARG002  the main process always scores
         """See `Rewarding`."""
         return range(count) if self.processes.is_main else self.division.asked(count)
 
@@ -148,17 +148,17 @@ class RewardedByEach:
         scorer: This process's rewards.
         processes: The processes of this run.
         division: Who samples what.
-        records: Whether the main process records completions.
+        records: Tells, from the optimizer steps that are done, whether the main process records the completions that come now.
     """
 
     scorer: Scorer
     processes: Processes
     division: Division
-    records: bool
+    records: Callable[[int], bool]
 
-    def wanted(self, count: int) -> Sequence[int]:
+    def wanted(self, count: int, *, step: int) -> Sequence[int]:
         """See `Rewarding`."""
-        if self.processes.is_main and self.records:
+        if self.processes.is_main and self.records(step):
             return range(count)
         return sorted({*self.division.asked(count), *self.division.even(count)})
 
@@ -179,7 +179,7 @@ class RewardedByEach:
             failure = error
         self.processes.raise_together(failure, RewardError)
         everyones: Sequence[ScoredGroup] = ()
-        if self.records:
+        if self.records(trainer_state.global_step):
             prompts = drawn.at(range(drawn.count)) if self.processes.is_main else ()
             everyones = collected_scores(scores.groups, prompts, self.processes)
         own = replace(scores, problems=self._everyones_problems(scores.problems))

@@ -102,7 +102,7 @@ class Recorder:
         if rollouts is not None and self._settings.log_completions:
             self._completions.write_training(report.step, rollouts)
         self._view.step(report.step, numbers)
-        if rollouts is not None:
+        if rollouts is not None and rollouts.scored:
             self._show_samples(report.step, rollouts)
         self._open_trackers().log(report.step, numbers)
 
@@ -195,6 +195,19 @@ class Recorder:
             )
             self._trackers = Trackers(self._settings.report_to, run, warn=self.warn)
         return self._trackers
+
+
+def is_recorded(settings: LoggingSection, steps_per_window: int, step: int) -> bool:
+    """Tell whether the completions of a generation are written or may be shown.
+
+    Args:
+        settings: What is.
+        steps_per_window: Optimizer steps that train on a generation.
+        step: Optimizer steps done before it.
+    """
+    every = settings.print_completions_steps
+    shown = every > 0 and (step + 1) // every != max(step + 1 - steps_per_window, 0) // every
+    return settings.log_completions or shown
 
 
 def step_numbers(report: StepReport) -> dict[str, float]:

@@ -16,7 +16,7 @@ from grpo_cli.metrics import Max, Mean, MetricValue, Sum
 from grpo_cli.recipe.schema import LoggingSection
 from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.console import open_view
-from grpo_cli.telemetry.recorder import Evaluation, Recorder, Rollouts, RunSummary, step_numbers
+from grpo_cli.telemetry.recorder import Evaluation, Recorder, Rollouts, RunSummary, is_recorded, step_numbers
 from grpo_cli.types import ScoredGroup, StepReport
 
 Maker = Callable[..., ScoredGroup]
@@ -188,6 +188,21 @@ def test_samples_are_shown_at_every_multiple_or_at_the_next_generation(
         recorder.record_step(_report(step), rollouts if step in {9, 10, 11, 17, 25, 33} else None)
     shown = [line.strip() for line in written().splitlines() if "samples" in line]
     assert shown == ["samples of step 10", "samples of step 25", "samples of step 33"]
+
+
+@pytest.mark.parametrize(("every", "steps_per_window"), [(1, 1), (3, 1), (3, 2), (2, 4), (10, 4), (4, 4)])
+def test_completions_are_asked_for_where_samples_are_shown_and_nowhere_else(
+    make_recorder: RecorderMaker, make_scored: Maker, written: Callable[[], str], every: int, steps_per_window: int
+) -> None:
+    """So that processes that scored them need not send them when nobody looks."""
+    rollouts = Rollouts(scored=[make_scored("ab", [[0.0], [1.0]])], advantages=[torch.tensor([-1.0, 1.0])])
+    recorder, generating = make_recorder(print_completions_steps=every), range(1, 40, steps_per_window)
+    for step in range(1, 40):
+        recorder.record_step(_report(step), rollouts if step in generating else None)
+    shown = [int(line.split()[-1]) for line in written().splitlines() if "samples of step" in line]
+    settings = LoggingSection(print_completions_steps=every, log_completions=False)
+    assert shown == [step for step in generating if is_recorded(settings, steps_per_window, step - 1)]
+    assert all(is_recorded(LoggingSection(print_completions_steps=every), 1, step) for step in range(40))
 
 
 def test_samples_can_be_switched_off(
