@@ -96,7 +96,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     misfit = check_fit(
         model,
         inputs.tokenizer,
-        prompt_ids=inputs.prompts.first.ids,
+        prompt_ids=inputs.prompts.probe.ids,
         longest_prompt=None if prompt is None else max([prompt, *(one.longest_prompt for one in inputs.held_out)]),
         max_completion_length=max(
             [completion, *(one.task.settings.max_completion_length or 0 for one in inputs.held_out)]
@@ -111,7 +111,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     with inputs.processes.autocast():
         slower = choose_forward(
             policy,
-            _probe(inputs.prompts.first, sampling.banned_ids),
+            _probe(inputs.prompts.probe, sampling.banned_ids),
             share_prefix=recipe.model.share_prefix,
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
