@@ -195,7 +195,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         division=inputs.division,
         strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
-        processor_files=processor_files(recipe.model, folder=inputs.folder),
+        processor_files=processor_files(recipe.model, folder=inputs.folder, vision=inputs.vision),
         prompts=inputs.prompts.source,
         weight_sync=weight_sync,
         sampling=loaded.sampling,

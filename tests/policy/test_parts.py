@@ -91,5 +91,31 @@ def test_no_weight_has_two_rates(vision_folder: Callable[[str], Path]) -> None:
         build_optimizer(_model(vision_folder("qwen2_vl")), section, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("section", "freeze"),
+    [(TrainSection(learning_rates={"vision_tower": 1e-4}), ["vision_tower"])]
+    + [(TrainSection(learning_rates={part: 1e-4}), []) for part in ("projector", "lm_head")],
+)
+def test_a_rate_for_what_is_not_trained_is_refused(
+    section: TrainSection, freeze: list[str], *, vision_folder: Callable[[str], Path]
+) -> None:
+    (part,) = section.learning_rates
+    lora = None if freeze else LoraSection(r=2, target_modules=["q_proj"])
+    model = _model(vision_folder("smolvlm"), freeze=freeze, lora=lora)
+    with pytest.raises(ModelError, match=f"{part} has a rate of its own, but none of its weights is trained"):
+        build_optimizer(model, section, device=torch.device("cpu"))
+
+
+def test_a_name_that_several_modules_end_with_is_refused(vision_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.freeze: mlp may mean 5 modules") as caught:
+        _model(vision_folder("qwen2_vl"), freeze=["mlp"])
+    blocks = "model.visual.blocks.0.mlp, model.visual.blocks.1.mlp, model.visual.merger.mlp"
+    assert caught.value.hint == f"name each that is meant: {blocks}, model.language_model.layers.0.mlp, ..."
+    one = _model(vision_folder("qwen2_vl"), freeze=["layers.0.mlp"])
+    frozen = {name for name, parameter in one.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(name.startswith("model.language_model.layers.0.mlp.") for name in frozen)
+
+
 def _model(folder: Path, **settings: Any) -> Any:
     return load_model(ModelSection(name_or_path=str(folder), **settings), folder=folder)
