@@ -1,15 +1,20 @@
 """Parts of models: what is frozen, and what learns at a rate of its own."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
+from transformers import AutoProcessor
+from vision_prompts import PICTURES
 
 from grpo_cli.engine.optimizer import build_optimizer
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.adapters import save_adapters
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.parts import parameters_of
 from grpo_cli.recipe.schema import LoraSection, ModelSection, TrainSection
@@ -115,6 +120,27 @@ def test_a_name_that_several_modules_end_with_is_refused(vision_folder: Callable
     frozen = {name for name, parameter in one.named_parameters() if not parameter.requires_grad}
     assert frozen
     assert all(name.startswith("model.language_model.layers.0.mlp.") for name in frozen)
+
+
+def test_gemma3s_projector_is_trained_whole_beside_adapters_and_saved(
+    vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its weight is a parameter of the module itself, where no adapter can be put."""
+    folder = vision_folder("gemma3")
+    lora = LoraSection(r=2, target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    model = _model(folder, lora=lora)
+    images = [Image.open(io.BytesIO(PICTURES[0]))]
+    inputs = AutoProcessor.from_pretrained(folder)(text=["<start_of_image>?"], images=[images], return_tensors="pt")
+    model(**inputs).logits.square().mean().backward()
+    projector = [one for one in parameters_of(model, "projector").values() if one.requires_grad]
+    assert len(projector) == 2
+    for parameter in projector:
+        assert parameter.grad is not None
+        assert parameter.grad.any()
+        parameter.data += 1.0
+    save_adapters(model, tmp_path, weights=None)
+    loaded = load_model(ModelSection(name_or_path=str(folder), lora=lora), folder=folder, adapters=tmp_path)
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 def _model(folder: Path, **settings: Any) -> Any:
