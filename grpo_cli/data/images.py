@@ -1,7 +1,8 @@
 """Images of dataset rows, in any of the forms that datasets have them in, as encoded bytes."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,41 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from grpo_cli.errors import DataError
 from grpo_cli.types import IMAGE, IMAGES
+from grpo_cli.vision.pictures import as_rgb, opened
 
-_MODES_OF_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"})
+_MODES_OF_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 _ALLOWED = "a PIL image, bytes, {bytes, path}, a path, or an array"
 _ALLOWED_ARRAY = "height x width, or height x width x 1, 3 or 4, of integers from 0 to 255 or of fractions from 0 to 1"
+_SHOWN_CHARACTERS = 80
+_ADDRESSES_OF_OTHERS = ("https://", "http://", "hf://", "s3://", "gs://", "data:")
+_ARCHIVES = ("zip://", "tar://", "gzip://", "bz2://", "xz://", "zstd://")
+"""What rows that somebody else wrote may name: nothing that is read from this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlaces:
+    """Where the paths of a dataset's images lead.
+
+    Attributes:
+        folders: Where relative ones are looked for, in this order.
+        own_folders: Where absolute ones of a dataset from the hub may lead, which somebody else wrote: to its own files. None: the dataset
+            is the user's own, and they may lead anywhere.
+    """
+
+    folders: tuple[Path, ...] = ()
+    own_folders: tuple[Path, ...] | None = None
+
+    def allow(self, path: str) -> bool:
+        """Tell whether a path or an address may be read."""
+        if self.own_folders is None:
+            return True
+        if _is_address(path):
+            *archives, source = path.split("::")  # `zip://one.png::https://...` is a file in an archive
+            return source.startswith(_ADDRESSES_OF_OTHERS) and all(one.startswith(_ARCHIVES) for one in archives)
+        parts = Path(path)
+        if ".." in parts.parts or path.startswith("~"):
+            return False
+        return not parts.is_absolute() or any(parts.is_relative_to(folder) for folder in self.own_folders)
 
 
 def column_images(row: Mapping[str, Any], *, where: str) -> list[Any]:
@@ -33,8 +65,8 @@ def column_images(row: Mapping[str, Any], *, where: str) -> list[Any]:
             f"{where}: `{IMAGES}` is {type(several).__name__}; allowed: a list of images",
             hint=f"a column with one image for each row is called `{IMAGE}`; dataset.columns can rename it",
         )
-    found = [value for value in several or () if not _is_nothing(value)]
-    if _is_nothing(one):
+    found = [value for value in several or () if not is_nothing(value)]
+    if is_nothing(one):
         return found
     if found:
         raise DataError(
@@ -44,7 +76,7 @@ def column_images(row: Mapping[str, Any], *, where: str) -> list[Any]:
     return [one]
 
 
-def encoded(value: Any, *, folders: Sequence[Path], where: str) -> bytes:
+def encoded(value: Any, *, places: ImagePlaces, where: str) -> bytes:
     """Give an image as the content of an image file.
 
     What is encoded already stays as it is. Anything else becomes a PNG, the same for the same pixels: a PIL image, or an array of
@@ -53,7 +85,7 @@ def encoded(value: Any, *, folders: Sequence[Path], where: str) -> bytes:
 
     Args:
         value: One of `column_images`, or what stands in a message.
-        folders: Where relative paths are looked for, in this order.
+        places: Where paths lead.
         where: Names the row, and the image if there are several, in errors.
 
     Raises:
@@ -68,17 +100,17 @@ def encoded(value: Any, *, folders: Sequence[Path], where: str) -> bytes:
             return _checked(value["bytes"], where)
         value = value.get("path") or value.get("url") or value
     if isinstance(value, str | Path):
-        return _checked(_read(str(value), folders, where), where)
+        return _checked(_read(str(value), places, where), where)
     if isinstance(value, list | tuple) or hasattr(value, "__array__"):
         return _png(Image.fromarray(_pixels(value, where)))
     keys = f" with {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, Mapping) else ""
     raise DataError(f"{where} is {type(value).__name__}{keys}; allowed: {_ALLOWED}")
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     """Tell whether a value stands for no image; a column of structs has every key in every row."""
     if isinstance(value, Mapping):
-        return all(_is_nothing(one) for one in value.values())
+        return all(is_nothing(one) for one in value.values())
     return value is None or (isinstance(value, str | bytes | list | tuple) and not value)
 
 
@@ -87,39 +119,59 @@ def _png(image: Image.Image) -> bytes:
     upright = ImageOps.exif_transpose(image)
     buffer = io.BytesIO()
     # Fast rather than small: it is written for every draw.
-    (upright if upright.mode in _MODES_OF_PNG else upright.convert("RGB")).save(buffer, "PNG", compress_level=1)
+    (upright if upright.mode in _MODES_OF_PNG else as_rgb(upright)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 
 def _checked(content: bytes, where: str) -> bytes:
     """Look at the head of an image file; its pixels are read when they are needed."""
     try:
-        Image.open(io.BytesIO(content)).close()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        opened(content).close()
+    except Exception as error:  # what readers of broken heads meet is of many kinds
         reason = "its format is not known" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(f"{where} cannot be read: {reason} ({len(content):,} bytes)") from error
     return content
 
 
-def _read(path: str, folders: Sequence[Path], where: str) -> bytes:
+def _read(path: str, places: ImagePlaces, where: str) -> bytes:
     """Read a file by its path, or by an address that fsspec knows: `https:`, `hf:`, `data:` and more."""
-    if "://" in path or path.startswith("data:"):
+    shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
+    if not places.allow(path):
+        raise DataError(
+            f"{where}: {shown} is on this machine; a dataset from the hub may name addresses and relative paths without `..` only",
+            hint="to trust it, copy the dataset and name the copy in dataset.name",
+        )
+    if _is_address(path):
         try:
             with fsspec.open(path, "rb") as file:
                 return bytes(file.read())
         except Exception as error:  # file systems raise what the libraries below them do
-            shown = path if len(path) <= 80 else f"{path[:80]}..."
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{where} cannot be read from {shown}: {reason}") from error
-    found = next((place for folder in folders if (place := folder / Path(path).expanduser()).is_file()), None)
+            raise DataError(f"{where} cannot be read from {shown}: {reason[:400]}") from error
+    try:
+        found = next(
+            (place for folder in places.folders if (place := folder / Path(path).expanduser()).is_file()), None
+        )
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # too long, with a zero byte, or of a user that is not known: it is no path
+        found = None
     if found is None:
+        folders = ", ".join(str(folder) for folder in places.folders)
         raise DataError(
-            f"{where}: {path} does not exist; paths are taken from {', '.join(str(folder) for folder in folders)}"
+            f"{where}: {shown} does not exist; paths are taken from {folders}",
+            hint=None if shown == path else "write the content of a file in base64 as `data:;base64,...`",
         )
     try:
         return found.read_bytes()
     except OSError as error:
         raise DataError(f"{where}: {found} cannot be read: {error.strerror}") from error
+
+
+def _is_address(path: str) -> bool:
+    return "://" in path or path.startswith("data:")
 
 
 def _pixels(value: Any, where: str) -> Any:

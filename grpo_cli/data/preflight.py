@@ -96,10 +96,11 @@ class Preflight:
         kept: Numbers of the rows that give prompts, in order.
         rejected: The others, by reason.
         lengths: Token lengths of the prompts that were prepared.
-        unmeasured: Rows in `kept` that have images and were not prepared: they may turn out too long.
+        unmeasured: Rows in `kept` that have images and were not prepared: they may turn out too long, or without images that can be used.
         images: Of the prompts; None: there are none.
         truncated: Prompts that the policy `truncate_left` cut.
         first: The first prompt, of epoch 0.
+        first_with_images: The first of those that have some; None: there is none.
         complete: Whether these are all rows; False for a stream, of which only the first rows are looked at.
     """
 
@@ -111,6 +112,7 @@ class Preflight:
     images: ImageCounts | None
     truncated: int
     first: Prompt
+    first_with_images: Prompt | None
     complete: bool
 
     def lines(self) -> list[str]:
@@ -131,7 +133,7 @@ class Preflight:
 
 @dataclass(kw_only=True, slots=True)
 class _Survey:
-    """Collects row numbers and lengths; of the prompts only the first is kept.
+    """Collects row numbers and lengths; of the prompts only the first is kept, and the first with images.
 
     Attributes:
         builder: Makes the prompts.
@@ -148,6 +150,7 @@ class _Survey:
     image_counts: list[int] = field(default_factory=list)
     image_tokens: list[int] = field(default_factory=list)
     first: Prompt | None = None
+    first_with_images: Prompt | None = None
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Look at the next rows."""
@@ -194,12 +197,14 @@ class _Survey:
             images=self._images(),
             truncated=self.truncated,
             first=self.first,
+            first_with_images=self.first_with_images,
             complete=complete,
         )
 
     def _is_trusted(self, one: Rendered | Rejected, number: int) -> bool:
         """Tell whether a row is taken without a look at its images."""
-        return isinstance(one, Rendered) and bool(one.images) and self.first is not None and number % self.every != 0
+        has_images = isinstance(one, Rendered) and bool(one.images)
+        return has_images and self.first_with_images is not None and number % self.every != 0
 
     def _measured(self, encoded: Prompt | Rejected) -> Prompt | Rejected:
         """Take the length of a prompt within the limits."""
@@ -209,6 +214,7 @@ class _Survey:
             self.lengths.append(len(outcome.ids))
             self.truncated += outcome is not encoded
             if outcome.images:
+                self.first_with_images = self.first_with_images or outcome
                 self.image_tokens.append(self.builder.count_image_tokens(outcome))
         return outcome
 

@@ -6,12 +6,11 @@ prompt of type int, is a `DataError`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from grpo_cli.data.columns import PROMPT, missing_prompt
 from grpo_cli.data.fingerprint import digest
-from grpo_cli.data.images import column_images, encoded
+from grpo_cli.data.images import ImagePlaces, column_images, encoded, is_nothing
 from grpo_cli.data.messages import (
     has_image,
     in_parts,
@@ -36,6 +35,9 @@ NO_CONTENT = "a message has no content"
 NO_TOKENS = "prompt has no tokens"
 NO_IMAGE = "the text has tokens that stand for images"
 
+_MOST_UNUSABLE = 256
+"""Rows with images that are passed over one after another: if as many cannot be used, something else is wrong, such as the network."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
@@ -43,9 +45,11 @@ class Rejected:
 
     Attributes:
         reason: The same text for all rows with the same fault, so that they can be counted.
+        of_images: Whether its images cannot be used, which shows only when they are opened.
     """
 
     reason: str
+    of_images: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +80,7 @@ class PromptBuilder:
         tokenizer: The policy's, a `PreTrainedTokenizerBase`.
         section: The recipe's `dataset:`, or its `eval.dataset:`.
         vision: Prepares images; None: the dataset has none.
-        folders: Where relative paths of images are looked for.
+        places: Where paths of images lead.
     """
 
     def __init__(
@@ -85,19 +89,21 @@ class PromptBuilder:
         section: DatasetSection,
         *,
         vision: VisionProcessor | None = None,
-        folders: Sequence[Path] = (),
+        places: ImagePlaces | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._section = section
         self._vision = vision
-        self._folders = tuple(folders)
+        self._places = places or ImagePlaces()
+        self._first_unusable: str | None = None
+        self._unusable_in_a_row = 0
 
     @property
     def vision(self) -> VisionProcessor | None:
         """What prepares images; None: the dataset has none."""
         return self._vision
 
-    def build(self, row: Mapping[str, Any], uid: PromptId) -> Prompt | Rejected:
+    def build(self, row: Mapping[str, Any], uid: PromptId, *, passes_over_images: bool = False) -> Prompt | Rejected:
         """Build the prompt of one row.
 
         A string is tokenized as it is, with the tokenizer's special tokens (once, if the text already starts with BOS). A list
@@ -107,28 +113,43 @@ class PromptBuilder:
         Args:
             row: The columns, after `columns:` mapping.
             uid: `epoch:row`.
+            passes_over_images: Reject the row if its images cannot be used; see `tokenize`.
 
         Raises:
             DataError: If there is no prompt column, its type is not supported, the chat template is missing or fails, an image
                 cannot be read or has no place, or the prompt is too long under the policy `error`.
         """
-        one = self.encode([row], [uid])[0]
+        one = self.encode([row], [uid], passes_over_images=passes_over_images)[0]
         return one if isinstance(one, Rejected) else self.limit(one)
 
-    def encode(self, rows: Iterable[Mapping[str, Any]], uids: Iterable[PromptId]) -> list[Prompt | Rejected]:
+    def encode(
+        self, rows: Iterable[Mapping[str, Any]], uids: Iterable[PromptId], *, passes_over_images: bool = False
+    ) -> list[Prompt | Rejected]:
         """Build prompts of any length, tokenized together because that is faster."""
-        return self.tokenize(self.render(rows, uids))
+        return self.tokenize(self.render(rows, uids), passes_over_images=passes_over_images)
 
     def render(self, rows: Iterable[Mapping[str, Any]], uids: Iterable[PromptId]) -> list[Rendered | Rejected]:
         """Do what comes before tokenization, which does not open images."""
         return [self._render(row, uid) for row, uid in zip(rows, uids, strict=True)]
 
-    def tokenize(self, rendered: Sequence[Rendered | Rejected]) -> list[Prompt | Rejected]:
-        """Do the rest."""
+    def tokenize(
+        self, rendered: Sequence[Rendered | Rejected], *, passes_over_images: bool = False
+    ) -> list[Prompt | Rejected]:
+        """Do the rest.
+
+        Args:
+            rendered: From `render`.
+            passes_over_images: Reject rows whose images cannot be used. A run that has begun does, with rows that nobody has prepared
+                before: it would meet the same one whenever it goes on.
+
+        Raises:
+            DataError: If images cannot be used: one without `passes_over_images`, a great many in a row with it.
+        """
         plain = [one for one in rendered if isinstance(one, Rendered) and not one.images]
         ids = iter(self._tokenize(plain))
+        with_images = self._with_usable_images if passes_over_images else self._with_images
         return [
-            one if isinstance(one, Rejected) else self._with_images(one) if one.images else self._plain(one, next(ids))
+            one if isinstance(one, Rejected) else with_images(one) if one.images else self._plain(one, next(ids))
             for one in rendered
         ]
 
@@ -249,12 +270,30 @@ class PromptBuilder:
         text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
         return text
 
+    def _with_usable_images(self, rendered: Rendered) -> Prompt | Rejected:
+        """Do the same as `_with_images`, or reject the row; the reason is the same for all, and says what the first of them had."""
+        try:
+            prompt = self._with_images(rendered)
+        except DataError as error:
+            self._first_unusable = self._first_unusable or error.message
+            self._unusable_in_a_row += 1
+            if self._unusable_in_a_row >= _MOST_UNUSABLE:
+                raise DataError(
+                    f"dataset: the images of {self._unusable_in_a_row} rows one after another cannot be used; the last: {error.message}",
+                    hint="are the files and addresses within reach? The run goes on from its last checkpoint with --resume",
+                ) from error
+            return Rejected(
+                reason=f"its images cannot be used; the first such row: {self._first_unusable}", of_images=True
+            )
+        self._unusable_in_a_row = 0
+        return prompt
+
     def _with_images(self, rendered: Rendered) -> Prompt:
         """Open a prompt's images, and tokenize it together with them."""
         assert self._vision is not None, "images are looked for only where something prepares them"
         where = _where(rendered.uid)
         images = tuple(
-            encoded(value, folders=self._folders, where=f"{where}: image {number}")
+            encoded(value, places=self._places, where=f"{where}: image {number}")
             for number, value in enumerate(rendered.images, start=1)
         )
         try:
@@ -264,7 +303,7 @@ class PromptBuilder:
                 f"{where}: the model's processor refuses the prompt with {len(images)} images: {' '.join(str(error).split())}",
                 hint="is a token that stands for an image in the prompt's text, or does the chat template leave images out?",
             ) from error
-        row = dict(rendered.row)
+        row = _without_nothing(rendered.row)
         if row.get(IMAGE) is not None:
             row[IMAGE] = images[0]
         else:
@@ -276,7 +315,7 @@ class PromptBuilder:
             return Rejected(reason=NO_TOKENS)
         if self._vision is not None and self._vision.count_image_tokens(ids):
             return Rejected(reason=NO_IMAGE)
-        row = dict(rendered.row)
+        row = dict(rendered.row) if self._vision is None else _without_nothing(rendered.row)
         if self._vision is not None and IMAGE not in row:
             row[IMAGES] = []
         return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row)
@@ -307,6 +346,11 @@ def prompt_id(epoch: int, row: int) -> PromptId:
 
 def _where(uid: PromptId) -> str:
     return f"dataset: row {uid.rpartition(':')[2]}"
+
+
+def _without_nothing(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a row, with None for what stands for no image in its column for one."""
+    return {name: None if name == IMAGE and is_nothing(value) else value for name, value in row.items()}
 
 
 def _template_arguments(row: Mapping[str, Any], where: str) -> dict[str, Any]:

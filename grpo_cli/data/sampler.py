@@ -104,15 +104,17 @@ class PromptSampler:
     def take(self, count: int, places: Sequence[int] | None = None) -> list[Prompt]:
         """Draw the next prompts, across the end of an epoch if need be; see `PromptSource`.
 
-        Rows whose images turn out to make the prompt too long are passed over, and counted; where that may be, all are built, so that every
-        process knows which rows are.
+        Rows whose images turn out to make the prompt too long, or cannot be used, are passed over, and counted; where that may be, all are
+        built, so that every process knows which rows are.
         """
         if places is not None and not self._unmeasured:
             prompts = self._draw([range(count)[place] for place in places])
             self._drawn += count
             return prompts
         prompts = []
-        while missing := count - len(prompts):  # it ends: one row at least has given a prompt
+        while missing := count - len(
+            prompts
+        ):  # it ends: one row at least has given a prompt, and it tells if images are gone
             prompts += self._draw(range(missing))
             self._drawn += missing
         return prompts if places is None else [prompts[place] for place in places]
@@ -136,16 +138,18 @@ class PromptSampler:
         draws = [(epoch, self._kept[int(self._order(epoch)[place])]) for epoch, place in following]
         # Read and tokenized together, which is several times faster than one by one.
         rows = as_rows(self._rows[[row for _, row in draws]])
-        encoded = self._builder.encode(rows, [prompt_id(epoch, row) for epoch, row in draws])
+        uids = [prompt_id(epoch, row) for epoch, row in draws]
+        encoded = self._builder.encode(rows, uids, passes_over_images=bool(self._unmeasured))
         outcomes = (self._limited(one, row) for one, (_, row) in zip(encoded, draws, strict=True))
         return [prompt for prompt in outcomes if prompt is not None]
 
     def _limited(self, encoded: Prompt | Rejected, row: int) -> Prompt | None:
-        """Apply the length policy. A row in the order gave a prompt before, or has images that are measured only now."""
+        """Apply the length policy. A row in the order gave a prompt before, or has images that are opened only now."""
         outcome = encoded if isinstance(encoded, Rejected) else self._builder.limit(encoded)
         if isinstance(outcome, Prompt):
             return outcome
-        if self._unmeasured and isinstance(encoded, Prompt) and encoded.images:
+        of_images = encoded.of_images if isinstance(encoded, Rejected) else bool(encoded.images)
+        if self._unmeasured and of_images:
             self._rejected[outcome.reason] += 1
             return None
         raise DataError(

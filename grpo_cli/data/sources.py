@@ -17,9 +17,12 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
+from datasets.config import HF_DATASETS_CACHE
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from grpo_cli.data.columns import rename_columns
 from grpo_cli.data.image_columns import undecoded
+from grpo_cli.data.images import ImagePlaces
 from grpo_cli.errors import DataError, GrpoError
 from grpo_cli.recipe.imports import is_dotted_path, resolve
 from grpo_cli.recipe.rows import is_local, matching_files
@@ -63,11 +66,15 @@ def load_rows(section: DatasetSection, *, folder: Path) -> Rows:
     return rows.select(range(min(section.max_rows, len(rows))))
 
 
-def image_folders(section: DatasetSection, *, folder: Path) -> tuple[Path, ...]:
-    """Name the folders where relative paths of images are looked for: those of the data files, the recipe's, and the working folder."""
+def image_places(section: DatasetSection, *, folder: Path) -> ImagePlaces:
+    """Tell where paths of images lead: relative ones to the folders of the data files, the recipe's, and the working folder."""
     files = matching_files(section.name, folder)
     beside = (path if path.is_dir() else path.parent for path in files)
-    return tuple(dict.fromkeys(place.absolute() for place in (*beside, folder, Path.cwd())))
+    folders = tuple(dict.fromkeys(place.absolute() for place in (*beside, folder, Path.cwd())))
+    if files or is_local(section.name) or is_dotted_path(section.name, folder):
+        return ImagePlaces(folders=folders)
+    caches = (HF_DATASETS_CACHE, HF_HUB_CACHE)  # where the files of a folder of images are when they have come
+    return ImagePlaces(folders=folders, own_folders=tuple(Path(place).absolute() for place in caches))
 
 
 def _load(section: DatasetSection, folder: Path) -> Rows:

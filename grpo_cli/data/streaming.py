@@ -110,7 +110,8 @@ class StreamingPromptSampler:
             if row is None:
                 self._begin_next_epoch()
                 continue
-            outcome = self._builder.build(row, prompt_id(self._epoch, self._consumed - 1))
+            uid = prompt_id(self._epoch, self._consumed - 1)
+            outcome = self._builder.build(row, uid, passes_over_images=True)
             if not isinstance(outcome, Rejected):
                 self._usable += 1
                 return outcome

@@ -97,7 +97,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     misfit = check_fit(
         model,
         inputs.tokenizer,
-        prompt_ids=inputs.prompts.first.ids,
+        prompt_ids=inputs.prompts.probe.ids,
         longest_prompt=None if prompt is None else max([prompt, *(one.longest_prompt for one in inputs.held_out)]),
         max_completion_length=max(
             [completion, *(one.task.settings.max_completion_length or 0 for one in inputs.held_out)]
@@ -112,7 +112,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     with inputs.processes.autocast():
         slower = choose_forward(
             policy,
-            _probe(inputs.prompts.first, sampling.banned_ids),
+            _probe(inputs.prompts.probe, sampling.banned_ids),
             share_prefix=recipe.model.share_prefix,
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
@@ -196,7 +196,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         division=inputs.division,
         strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
-        processor_files=processor_files(recipe.model, folder=inputs.folder),
+        processor_files=processor_files(recipe.model, folder=inputs.folder, vision=inputs.vision),
         prompts=inputs.prompts.source,
         weight_sync=weight_sync,
         sampling=loaded.sampling,

@@ -13,7 +13,7 @@ from grpo_cli.data.fingerprint import digest
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler
-from grpo_cli.data.sources import image_folders, load_rows
+from grpo_cli.data.sources import image_places, load_rows
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.rewards import load_scorer, shares_limits
 from grpo_cli.engine.shared_scoring import Scorer
@@ -226,9 +226,7 @@ def _load_prompts(
         rows = load_rows(section, folder=folder)
         if not isinstance(rows, Dataset):
             raise DataError("dataset: a stream has no end to evaluate", hint="set dataset.streaming to false")
-        builder = PromptBuilder(
-            tokenizer, section, vision=vision.of(rows), folders=image_folders(section, folder=folder)
-        )
+        builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), places=image_places(section, folder=folder))
         found = preflight(rows, builder, measured=None)  # all of them are prepared below
         sampler = PromptSampler(rows, builder, found, seed=seed, shuffle=False)
         return sampler.take(sampler.rows_per_epoch), found.lines()

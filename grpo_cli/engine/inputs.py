@@ -53,8 +53,9 @@ class SamplingInputs:
 
     @property
     def first_prompt(self) -> Prompt:
-        """One of the prompts."""
-        return self.held_out[0].prompts[0]
+        """One of the prompts, with images if there are some."""
+        prompts = [prompt for one in self.held_out for prompt in one.prompts]
+        return next((prompt for prompt in prompts if prompt.images), prompts[0])
 
     @property
     def longest_sequence(self) -> int | None:
@@ -90,7 +91,7 @@ class Inputs(SamplingInputs):
     @property
     def first_prompt(self) -> Prompt:
         """See above: of those that are trained on."""
-        return self.prompts.first
+        return self.prompts.probe
 
     @property
     def longest_sequence(self) -> int | None:

@@ -18,7 +18,7 @@ def build_optimizer(model: nn.Module, section: TrainSection, *, device: torch.de
     """Make AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only, fused where the device can.
 
     Raises:
-        ModelError: If the model lacks a part that has a learning rate of its own.
+        ModelError: If a part that has a learning rate of its own is unknown, or none of its weights is trained.
     """
     own_rates = learning_rates(model, section.learning_rates)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -10,7 +10,7 @@ from datasets import Dataset
 from grpo_cli.data.preflight import preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder
 from grpo_cli.data.sampler import PromptSampler, PromptSource
-from grpo_cli.data.sources import image_folders, load_rows
+from grpo_cli.data.sources import image_places, load_rows
 from grpo_cli.data.streaming import StreamingPromptSampler
 from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.recipe.schema import DatasetSection
@@ -24,12 +24,14 @@ class LoadedPrompts:
     Attributes:
         source: Gives them, in order.
         first: One of them.
+        probe: One with images, if there are some: what is tried before training is tried on it.
         longest: Tokens of the longest one; what `max_prompt_length` allows if not all are prepared yet; None: not known.
         lines: What to tell a person about the dataset.
     """
 
     source: PromptSource
     first: Prompt
+    probe: Prompt
     longest: int | None
     lines: Sequence[str]
 
@@ -51,7 +53,7 @@ def load_prompts(
         ModelError: If what prepares images does not load.
     """
     rows = load_rows(section, folder=folder)
-    builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), folders=image_folders(section, folder=folder))
+    builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), places=image_places(section, folder=folder))
     source: PromptSource
     if isinstance(rows, Dataset):
         found = preflight(rows, builder)
@@ -64,6 +66,7 @@ def load_prompts(
     return LoadedPrompts(
         source=source,
         first=found.first,
+        probe=found.first_with_images or found.first,
         longest=found.lengths.maximum if found.complete and not found.unmeasured else section.max_prompt_length,
         lines=found.lines(),
     )

@@ -13,7 +13,7 @@ from datasets import Dataset
 from pyarrow import ArrowException
 
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
-from grpo_cli.data.sources import image_folders, load_rows
+from grpo_cli.data.sources import image_places, load_rows
 from grpo_cli.engine.run_length import run_length
 from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError
@@ -141,8 +141,8 @@ def _groups(recipe: Recipe, rows: Dataset, completions: Sequence[SavedCompletion
     """Put completions to the prompts of their rows."""
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     vision = VisionLoader(recipe.model, folder=folder).of(rows)
-    folders = image_folders(recipe.dataset, folder=folder)
-    builder = PromptBuilder(tokenizer, recipe.dataset, vision=vision, folders=folders)
+    places = image_places(recipe.dataset, folder=folder)
+    builder = PromptBuilder(tokenizer, recipe.dataset, vision=vision, places=places)
     for row, members in groupby(completions, key=lambda one: one.row):
         saved = list(members)
         if row >= len(rows):

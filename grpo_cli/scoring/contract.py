@@ -8,7 +8,7 @@ A reward function is called with keyword arguments, one entry per completion in 
     trainer_state                       where the run is, a `TrainerState`
     log_extra(column, values)           adds a column, one value per completion, to the completion files
     log_metric(name, value)             averages a number into the metrics, once for each completion of the call, under a name that `check_metric_names` allows
-    image, images                       PIL images, opened but not yet read, or lists of them: a column's, or those in the prompt's messages
+    image, images                       PIL images, upright, most of them not yet read, or lists of them: a column's, or those in the prompt's messages
     <column>                            every other column of the dataset
 
 It declares the ones it wants, or takes `**kwargs` to get all; but an isolated function gets images only under parameters of these
@@ -17,14 +17,12 @@ apply. The columns `prompt` and `completion` are not passed under their own name
 the arguments above: see `RESERVED_COLUMNS`.
 """
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from grpo_cli.errors import RewardError
@@ -33,6 +31,7 @@ from grpo_cli.scoring.isolation.reply import shown
 from grpo_cli.scoring.journal import Journal
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.types import IMAGE, IMAGES, Group, Prompt
+from grpo_cli.vision.pictures import opened_upright
 
 _OWN_PREFIXES = ("eval/", "time/")
 """What the names of evaluations' metrics and of wall times begin with."""
@@ -69,10 +68,10 @@ def call_arguments(groups: Sequence[Group], trainer_state: TrainerState, journal
 
 
 def _opened(prompt: Prompt) -> Mapping[str, Any]:
-    """Give a prompt's row with its images as PIL has them, which reads no pixels before they are asked for."""
+    """Give a prompt's row with its images as PIL has them, upright; where none is to be turned no pixels are read before they are asked for."""
     if not prompt.images:
         return prompt.row
-    images = [Image.open(io.BytesIO(image)) for image in prompt.images]
+    images = [opened_upright(image) for image in prompt.images]
     return {**prompt.row, **({IMAGE: images[0]} if prompt.row.get(IMAGE) is not None else {IMAGES: images})}
 
 

@@ -5,9 +5,10 @@ import json
 from collections.abc import Sequence
 
 import pyarrow as pa
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 from grpo_cli.types import IMAGES, Prompt
+from grpo_cli.vision.pictures import as_rgb, opened
 
 SIDE = 96
 """Pixels of the longer side, at most."""
@@ -18,10 +19,12 @@ _FEATURES = {IMAGES: {"_type": "List", "feature": {"_type": "Image"}}}
 
 def thumbnail(image: bytes) -> bytes:
     """Make an encoded image a PNG of at most 96 x 96 pixels, with its proportions; a smaller one keeps its size."""
-    small = Image.open(io.BytesIO(image))
+    source = opened(image)
+    source.draft(None, (2 * SIDE, 2 * SIDE))  # a JPEG is read no larger than it takes; others know nothing of it
+    small = as_rgb(ImageOps.exif_transpose(source))
     small.thumbnail((SIDE, SIDE))
     buffer = io.BytesIO()
-    ImageOps.exif_transpose(small).convert("RGB").save(buffer, "PNG", optimize=True)
+    small.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cachetools import LRUCache
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
+
+from grpo_cli.vision.pictures import decoded
 
 CACHED_BYTES = 512 << 20
 """Of image tensors that are kept, because training and sampling ask for those of the same prompts more than once."""
@@ -82,8 +84,7 @@ class VisionProcessor:
         kept = self._tensors.get(images)
         if kept is not None:
             return kept
-        turn = {"role": "user", "content": [{"type": "image"}] * len(images)}
-        return self._keep(images, self._call(self.render([turn]), images))
+        return self._keep(images, self._call(self._processor.image_token * len(images), images))
 
     def _call(self, text: str, images: tuple[bytes, ...]) -> Mapping[str, Tensor]:
         found: Mapping[str, Tensor] = self._processor(
@@ -99,18 +100,6 @@ class VisionProcessor:
         if _size(tensors) <= CACHED_BYTES:
             self._tensors[images] = tensors
         return tensors
-
-
-def decoded(image: bytes) -> Image.Image:
-    """Read an encoded image as RGB, turned as a camera's note in it says.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    try:
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(image))).convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"an image cannot be read: {error}") from error
 
 
 def blank_image() -> bytes:

@@ -12,7 +12,7 @@ from datasets import Array3D, Dataset, Features, Image, List, Value, load_datase
 from PIL import Image as Pillow
 
 from grpo_cli.data.image_columns import has_images, undecoded
-from grpo_cli.data.images import column_images, encoded
+from grpo_cli.data.images import ImagePlaces, column_images, encoded
 from grpo_cli.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
@@ -30,7 +30,7 @@ def pixels_of(content: bytes) -> Any:
 
 
 def encode(value: Any, *folders: Path) -> bytes:
-    return encoded(value, folders=folders, where="dataset: row 3: image 1")
+    return encoded(value, places=ImagePlaces(folders=folders), where="dataset: row 3: image 1")
 
 
 @pytest.fixture

@@ -23,11 +23,12 @@ from tiny_vision_models import VISION_FAMILIES
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from vision_prompts import PICTURES
+from vision_prompts import PICTURES, conversation
 
 from grpo_cli.engine.run import run
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.errors import Interrupted
+from grpo_cli.policy.parts import parameters_of
 from grpo_cli.recipe.load import load_recipe
 from grpo_cli.telemetry.completions import CompletionFiles
 from grpo_cli.telemetry.records import Rollouts
@@ -38,6 +39,9 @@ ROWS = ((0,), (1, 2), (), (3,), (), (2, 0))
 """Which pictures each row has."""
 
 STEPS, IN_ONE_GENERATION = 3, 2
+
+FROZEN = {"smolvlm": "vision_tower"}
+"""Part that is not trained, by family."""
 
 REWARDS = '''
 def letters(completions, images, **_):
@@ -50,8 +54,8 @@ def letters(completions, images, **_):
 '''
 
 
-def write_experiment(folder: Path, model: Path) -> Path:
-    """Write rows, pictures, rewards and a recipe; give the recipe."""
+def write_experiment(folder: Path, model: Path, *, frozen: str | None) -> Path:
+    """Write rows, pictures, rewards and a recipe that leaves a part as it is, if one is named; give the recipe."""
     for number, image in enumerate(PICTURES):
         (folder / f"{number}.png").write_bytes(image)
     rows = [
@@ -61,7 +65,7 @@ def write_experiment(folder: Path, model: Path) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my_rewards.py").write_text(REWARDS)
     recipe = {
-        "model": {"name_or_path": str(model)},
+        "model": {"name_or_path": str(model), "freeze": [] if frozen is None else [frozen]},
         "dataset": {"name": "data.jsonl"},
         "rewards": {"reward_funcs": ["my_rewards.letters"]},
         "grpo": {"num_generations": 3, "steps_per_generation": IN_ONE_GENERATION, "beta": 0.0},
@@ -119,12 +123,29 @@ def plain_logps(model: Any, processor: Any, row: int, completion: Sequence[int])
     return found
 
 
+def assert_same_processor(folder: Path, processor: Any) -> None:
+    """Open a folder as transformers' users do, and compare what it makes of a conversation with images."""
+    opened = AutoProcessor.from_pretrained(folder)
+    assert opened.chat_template == processor.chat_template
+    inputs = [
+        one.apply_chat_template(
+            conversation([{"image": Image.open(io.BytesIO(image))} for image in PICTURES]),
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        for one in (opened, processor)
+    ]
+    assert inputs[0].keys() == inputs[1].keys()
+    assert all(torch.equal(tensor, inputs[1][name]) for name, tensor in inputs[0].items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_family_is_sampled_trained_and_resumed_with_images(
     family: str, vision_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    recipe = write_experiment(tmp_path, vision_folder(family))
+    recipe = write_experiment(tmp_path, vision_folder(family), frozen=FROZEN.get(family))
     sampled = train(recipe, "whole")
 
     model = AutoModelForImageTextToText.from_pretrained(vision_folder(family)).eval()
@@ -153,7 +174,11 @@ def test_a_family_is_sampled_trained_and_resumed_with_images(
     )
     before, after = load_file(vision_folder(family) / "model.safetensors"), weights(tmp_path / "whole")
     assert before.keys() == after.keys()
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items() if "vis" in name)
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole" / "final")
+    for part in ("vision_tower", "projector", "language_model"):
+        kept = [torch.equal(model.get_parameter(name), one) for name, one in parameters_of(trained, part).items()]
+        assert all(kept) if part == FROZEN.get(family) else not all(kept)
+    assert_same_processor(tmp_path / "whole" / "final", processor)
 
     with pytest.raises(Interrupted):
         train(recipe, "stopped", stop_after=1)

@@ -83,6 +83,15 @@ def test_images_are_read_from_beside_the_data_and_told_of(experiment: Experiment
     }
 
 
+def test_what_is_tried_before_training_is_tried_on_an_image(experiment: Experiment) -> None:
+    path = experiment.folder / "rows" / "data.jsonl"
+    write_rows(experiment.folder, [json.loads(line) for line in reversed(path.read_text().splitlines())])
+    prompts, _ = load(load_recipe(experiment.recipe, []))
+    assert prompts.first.images == ()
+    assert prompts.probe.row["prompt"] == "How bright is 1?"
+    assert len(prompts.probe.images) == 1
+
+
 def test_nothing_for_images_is_loaded_for_text(experiment: Experiment) -> None:
     write_rows(experiment.folder, [{"prompt": "How bright?"}] * 2)
     assert load(load_recipe(experiment.recipe, []))[1].loaded is None

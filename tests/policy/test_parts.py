@@ -1,15 +1,20 @@
 """Parts of models: what is frozen, and what learns at a rate of its own."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
+from transformers import AutoProcessor
+from vision_prompts import PICTURES
 
 from grpo_cli.engine.optimizer import build_optimizer
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.adapters import save_adapters
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.parts import parameters_of
 from grpo_cli.recipe.schema import LoraSection, ModelSection, TrainSection
@@ -89,6 +94,53 @@ def test_no_weight_has_two_rates(vision_folder: Callable[[str], Path]) -> None:
     section = TrainSection(learning_rates={"vision_tower": 1e-4, "model.visual": 1e-5})
     with pytest.raises(ModelError, match=r"model\.visual has weights that another part there has"):
         build_optimizer(_model(vision_folder("qwen2_vl")), section, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("section", "freeze"),
+    [(TrainSection(learning_rates={"vision_tower": 1e-4}), ["vision_tower"])]
+    + [(TrainSection(learning_rates={part: 1e-4}), []) for part in ("projector", "lm_head")],
+)
+def test_a_rate_for_what_is_not_trained_is_refused(
+    section: TrainSection, freeze: list[str], *, vision_folder: Callable[[str], Path]
+) -> None:
+    (part,) = section.learning_rates
+    lora = None if freeze else LoraSection(r=2, target_modules=["q_proj"])
+    model = _model(vision_folder("smolvlm"), freeze=freeze, lora=lora)
+    with pytest.raises(ModelError, match=f"{part} has a rate of its own, but none of its weights is trained"):
+        build_optimizer(model, section, device=torch.device("cpu"))
+
+
+def test_a_name_that_several_modules_end_with_is_refused(vision_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.freeze: mlp may mean 5 modules") as caught:
+        _model(vision_folder("qwen2_vl"), freeze=["mlp"])
+    blocks = "model.visual.blocks.0.mlp, model.visual.blocks.1.mlp, model.visual.merger.mlp"
+    assert caught.value.hint == f"name each that is meant: {blocks}, model.language_model.layers.0.mlp, ..."
+    one = _model(vision_folder("qwen2_vl"), freeze=["layers.0.mlp"])
+    frozen = {name for name, parameter in one.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(name.startswith("model.language_model.layers.0.mlp.") for name in frozen)
+
+
+def test_gemma3s_projector_is_trained_whole_beside_adapters_and_saved(
+    vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its weight is a parameter of the module itself, where no adapter can be put."""
+    folder = vision_folder("gemma3")
+    lora = LoraSection(r=2, target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    model = _model(folder, lora=lora)
+    images = [Image.open(io.BytesIO(PICTURES[0]))]
+    inputs = AutoProcessor.from_pretrained(folder)(text=["<start_of_image>?"], images=[images], return_tensors="pt")
+    model(**inputs).logits.square().mean().backward()
+    projector = [one for one in parameters_of(model, "projector").values() if one.requires_grad]
+    assert len(projector) == 2
+    for parameter in projector:
+        assert parameter.grad is not None
+        assert parameter.grad.any()
+        parameter.data += 1.0
+    save_adapters(model, tmp_path, weights=None)
+    loaded = load_model(ModelSection(name_or_path=str(folder), lora=lora), folder=folder, adapters=tmp_path)
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 def _model(folder: Path, **settings: Any) -> Any:

@@ -96,3 +96,20 @@ def test_pixels_are_read_only_when_they_are_looked_at() -> None:
     assert seen[0][0].size == (64, 64)
     with pytest.raises(OSError, match="trunc"):
         seen[0][0].load()
+
+
+def test_an_image_that_a_camera_turned_is_shown_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[:2]).save(buffer, "PNG", exif=exif)
+    seen: list[Any] = []
+
+    def function(images: list[Any], **_: Any) -> list[float]:
+        seen.extend(images)
+        return [0.0]
+
+    scorer = RewardScorer([make_reward("f", function)])
+    scorer.score([with_images(group(0, "p", ["a"], images=[buffer.getvalue()]), buffer.getvalue())], STATE)
+    scorer.close()
+    np.testing.assert_array_equal(np.asarray(seen[0][0]), np.rot90(PIXELS[:2], -1))

@@ -4,7 +4,7 @@ from typing import Any
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.types import Prompt
-from grpo_cli.vision.processor import decoded
+from grpo_cli.vision.pictures import decoded
 
 
 def rendered(prompt: Prompt, *, tokenizer: Any, engine: Any) -> Any:
@@ -21,13 +21,10 @@ def rendered(prompt: Prompt, *, tokenizer: Any, engine: Any) -> Any:
     if not prompt.images:
         return {"type": "token", "prompt_token_ids": list(prompt.ids)}
     ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-    asked = {
-        "prompt_token_ids": ids,
-        "multi_modal_data": {"image": [decoded(image) for image in prompt.images]},
-    }
     try:
-        (answer,) = engine.renderer.render_cmpl([asked])
-    except ValueError as error:
+        images = [decoded(image) for image in prompt.images]
+        (answer,) = engine.renderer.render_cmpl([{"prompt_token_ids": ids, "multi_modal_data": {"image": images}}])
+    except Exception as error:  # its renderer calls the model's processor, which raises whatever it meets first
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(f"prompt {prompt.uid}: vLLM does not take its images: {reason}") from error
     found = tuple(answer["prompt_token_ids"])

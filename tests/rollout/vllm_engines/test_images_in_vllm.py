@@ -80,6 +80,6 @@ def test_a_prompt_of_which_vllm_makes_other_tokens_is_an_error(it: VisionCase, e
     with pytest.raises(TrainingError, match=f"vLLM makes {len(prompt.ids) + 1} tokens of it"):
         engine.generate([prompt], it.sampling(), num_generations=1, seed_key=(0,))
     cut = replace(it.prompts[1], images=(b"no image",))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(TrainingError, match="vLLM does not take its images: an image cannot be read"):
         engine.generate([cut], it.sampling(), num_generations=1, seed_key=(0,))
     assert_true(it, sampled(it, engine, 4))  # nothing is left of them

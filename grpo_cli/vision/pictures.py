@@ -1,0 +1,57 @@
+"""Encoded images as Pillow opens them, and as the colours that models are shown."""
+
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
+"""What is read. Pillow has more, and one of them, PostScript, is a program that it has another program run: a dataset must not bring one."""
+
+_WHITE = 255
+_LEVELS_16_TO_8 = 65_535 // _WHITE
+
+
+def opened(content: bytes) -> Image.Image:
+    """Open an encoded image, of which the pixels are read when they are looked at.
+
+    Raises:
+        Exception: Whatever Pillow meets, `PIL.UnidentifiedImageError` if it is of no format among `FORMATS`.
+    """
+    return Image.open(io.BytesIO(content), formats=FORMATS)
+
+
+def opened_upright(content: bytes) -> Image.Image:
+    """Do the same, and turn it as a camera's note in it says, for which its pixels are read."""
+    image = opened(content)
+    # A PNG has notes before its pixels, or none; Pillow would read all of it to look behind them.
+    if image.format != "PNG" or image.info:
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Give an image in RGB: transparency on white, as pages and viewers show it, and 16 bits of grey as 8."""
+    if image.mode.startswith("I"):
+        levels = np.asarray(image)
+        # Of whole numbers of 32 bits only their size tells what white is.
+        scale = _LEVELS_16_TO_8 if image.mode != "I" or levels.max() > _WHITE else 1
+        image = Image.fromarray((levels // scale).clip(0, _WHITE).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    colours: Any = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, colours).convert("RGB")
+
+
+def decoded(content: bytes) -> Image.Image:
+    """Read an encoded image as a model is shown it: upright, in RGB.
+
+    Raises:
+        ValueError: If it is none, or is damaged.
+    """
+    try:
+        return as_rgb(ImageOps.exif_transpose(opened(content)))
+    except Exception as error:  # what decoders meet in damaged files is of many kinds
+        raise ValueError(f"an image cannot be read: {error}") from error
