@@ -6,7 +6,7 @@ knows it still.
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapter_dropout import DroppedInputs
 from grpo_cli.policy.adapter_targets import target_layers, whole_modules
 from grpo_cli.policy.adapter_weights import NAME
+from grpo_cli.policy.quantization import dequantized, is_quantized
 from grpo_cli.recipe.schema import LoraSection
 from grpo_cli.sharding import whole_shape
 
@@ -31,7 +32,9 @@ _PREFIX = "base_model.model."
 """What PEFT puts before the names in its files."""
 
 
-def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = None) -> None:
+def attach_adapters(
+    model: Any, section: LoraSection, *, frozen: Collection[int] = (), revision: str | None = None
+) -> None:
     """Freeze a model's weights and put adapters beside them. At first they change nothing: one of each two matrices is 0.
 
     They are trained in float32, whatever the precision of the weights; copies of modules that are trained whole, in that of the weights.
@@ -40,6 +43,7 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
     Args:
         model: A transformers model.
         section: The recipe's `model.lora`.
+        frozen: Parameters that stay as they are, by `id`: what they belong to gets no adapters.
         revision: Of the model, to be noted beside its name.
 
     Raises:
@@ -48,8 +52,8 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
     from peft import LoraConfig  # noqa: PLC0415  it takes a second to import, and most runs do without
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
-    wanted = target_layers(model, section.target_modules)
-    copied = whole_modules(model, section.modules_to_save, adapted=wanted)
+    wanted = target_layers(model, section.target_modules, frozen=frozen)
+    copied = whole_modules(model, section.modules_to_save, adapted=wanted, frozen=frozen)
     settings = LoraConfig(
         r=section.r,
         lora_alpha=section.alpha,
@@ -75,6 +79,7 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
             hint="name other layers, such as [q_proj, v_proj]",
         ) from error
     _train_in_float32(model)
+    _measure_magnitudes(model)
     if section.dropout:
         for layer in model.modules():
             if isinstance(layer, LoraLayer):
@@ -82,10 +87,30 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
 
 
 def _train_in_float32(model: nn.Module) -> None:
-    """Make adapters float32."""
+    """Make adapters float32, those of the reference as well."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name and parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()
+
+
+def _measure_magnitudes(model: nn.Module) -> None:
+    """Make magnitudes (DoRA) the lengths that layers compute with, in float32.
+
+    PEFT rounds the first to the precision of the weights, so that new adapters would change what a model says.
+    """
+    from peft.utils.integrations import gather_params_ctx  # noqa: PLC0415
+
+    layers: list[Any] = [one for one in model.modules() if NAME in getattr(one, "lora_magnitude_vector", ())]
+    for layer in layers:
+        base = layer.base_layer
+        if base.weight.device.type == "meta":
+            continue
+        with torch.no_grad(), gather_params_ctx([base.weight], modifier_rank=None):
+            weight = dequantized(base) if is_quantized(base) else base.weight
+            # Each output has a length: a row, or a column where the weight is kept transposed; quantized layers are not asked.
+            dimension = 0 if getattr(layer, "fan_in_fan_out", False) else 1
+            lengths = torch.linalg.vector_norm(weight.float(), dim=dimension)
+        _set(layer.lora_magnitude_vector[NAME].weight, lengths)
 
 
 def _has_tied_head(model: Any) -> bool:
@@ -172,6 +197,7 @@ def keep_as_reference(model: Any) -> None:
         warnings.simplefilter("ignore")
         model.add_adapter(settings, adapter_name=REFERENCE)
     model.set_adapter(NAME)
+    _train_in_float32(model)  # before they are given values, which bfloat16 would round
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     kept = dict(model.named_parameters())
     for name, parameter in trained.items():

@@ -68,9 +68,10 @@ def load_model(
     model = _read(section, folder, device)
     if section.attn_implementation == "sdpa" and caps_attention(model.config):
         model.set_attn_implementation("eager")
+    frozen = freeze(model, section.freeze)
     if section.lora is not None:
-        _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
-    freeze(model, section.freeze)
+        attach_adapters(model, section.lora, frozen=frozen, revision=section.revision)
+        _fill_adapters(model, section, folder, adapters, keeps_reference=keeps_reference)
     disable_dropout(model)
     repair_generation_config(model)
     compute_with_rounded_weights(model, section)
@@ -92,10 +93,11 @@ def _read(section: ModelSection, folder: Path, device: torch.device | str) -> An
     return model
 
 
-def _adapt(model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool) -> None:
-    """Put adapters on a model. See `load_model`."""
+def _fill_adapters(
+    model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool
+) -> None:
+    """Give a model's adapters what was trained before, if something was. See `load_model`."""
     assert section.lora is not None
-    attach_adapters(model, section.lora, revision=section.revision)
     begun = section.lora.adapter_name_or_path
     if begun is not None and (adapters is None or keeps_reference):
         _load_adapters(model, adapters_folder(begun, folder))

@@ -127,12 +127,14 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        return nn.functional.linear(inputs, dequantized(layer).to(inputs.dtype))
+        with torch.autocast(inputs.device.type, enabled=False):  # it would choose another precision than was asked for
+            return nn.functional.linear(inputs, dequantized(layer).to(inputs.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ dequantized(ctx.layer).to(gradient.dtype), None
+        with torch.autocast(gradient.device.type, enabled=False):
+            return gradient @ dequantized(ctx.layer).to(gradient.dtype), None
 
 
 @dataclass(frozen=True, slots=True)

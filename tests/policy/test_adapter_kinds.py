@@ -165,6 +165,36 @@ def test_where_a_run_goes_on_from_is_the_reference_and_stays_there(kind: str, fo
     assert not adapted(folder, **settings).peft_config.keys() - {"default"}, "no reference is asked for"
 
 
+@pytest.mark.parametrize("targets", [["all-linear"], ["down_proj"]])
+def test_new_magnitudes_change_nothing_beside_bfloat16_weights(targets: list[str], folder: Path) -> None:
+    """The lengths of rows are not rounded to the precision of the weights."""
+    lora = LoraSection(r=2, use_dora=True, target_modules=targets)
+    section = ModelSection(name_or_path=str(folder), dtype="bfloat16", lora=lora)
+    model = load_model(section, folder=folder)
+    said = logps(model)
+    with without_adapters(model):
+        assert torch.equal(logps(model), said)
+    for name, one in model.named_parameters():
+        if ".lora_magnitude_vector." in name:
+            weight = model.get_parameter(f"{name.partition('.lora_')[0]}.base_layer.weight")
+            torch.testing.assert_close(one, weight.float().norm(dim=1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "magnitudes"])
+def test_the_reference_is_not_rounded_to_the_precision_of_the_weights(kind: str, folder: Path, tmp_path: Path) -> None:
+    def begun(**more: Any) -> Any:
+        lora = LoraSection(r=2, use_dora=kind == "magnitudes", **more)
+        section = ModelSection(name_or_path=str(folder), dtype="bfloat16", lora=lora)
+        return load_model(section, folder=folder, keeps_reference=bool(more))
+
+    first = begun()
+    train_a_little(first)
+    save_adapters(first, tmp_path / "first")
+    model = begun(adapter_name_or_path=str(tmp_path / "first"))
+    with with_reference_adapters(model):
+        assert torch.equal(logps(model), logps(first))
+
+
 def test_settings_are_read_as_they_were_written(folder: Path, tmp_path: Path) -> None:
     written = LoraSection(
         r=4, alpha=3, use_rslora=True, use_dora=True, target_modules=["q_proj"], modules_to_save=["norm"]
