@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapter_dropout import DroppedInputs
+from grpo_cli.policy.adapter_settings import WEIGHTS_FILE
 from grpo_cli.policy.adapter_targets import target_layers, whole_modules
 from grpo_cli.policy.adapter_weights import NAME
 from grpo_cli.policy.quantization import dequantized, is_quantized
@@ -25,8 +26,6 @@ from grpo_cli.sharding import whole_shape
 
 REFERENCE = "reference"
 """What the adapters are called that a run has gone on from, where they are the reference."""
-
-ADAPTER_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names in its files."""
@@ -136,8 +135,18 @@ def load_adapters(model: Any, folder: Path) -> None:
     """
     saved = _saved(folder)
     wanted = {_name_in_file(name): one for name, one in _trained(model)}
-    if {name: one.shape for name, one in saved.items()} != {name: whole_shape(one) for name, one in wanted.items()}:
-        raise CheckpointError(f"{folder} holds adapters of other layers or sizes than model.lora asks for")
+    there = {name: one.shape for name, one in saved.items()}
+    asked = {name: whole_shape(one) for name, one in wanted.items()}
+    other = min((name for name in there | asked if there.get(name) != asked.get(name)), default=None)
+    if other is not None:
+        problem = (
+            "has another size"
+            if other in there and other in asked
+            else f"is {'not asked for' if other in there else 'missing'}"
+        )
+        raise CheckpointError(
+            f"{folder} holds adapters of other layers or sizes than model.lora asks for: {other} {problem}"
+        )
     for name, parameter in wanted.items():
         _set(parameter, saved[name])
 
@@ -163,7 +172,7 @@ def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | N
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -173,9 +182,11 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _saved(folder: Path) -> dict[str, Tensor]:
     """Read the weights of adapters, under the names that the file has without PEFT's prefix."""
-    if not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(f"{folder} holds no adapters: its run trained all weights, without model.lora")
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds no adapters (it has no {WEIGHTS_FILE})", hint="a run without model.lora trains all weights"
+        )
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
 
 
 def _name_in_file(name: str) -> str:

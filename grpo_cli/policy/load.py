@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_cli.errors import ModelError
+from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.onednn import speed_up_linears
-from grpo_cli.policy.adapter_settings import adapters_folder
+from grpo_cli.policy.adapter_settings import adapters_folder, read_adapter_settings
 from grpo_cli.policy.adapters import attach_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
@@ -100,7 +100,14 @@ def _fill_adapters(
     assert section.lora is not None
     begun = section.lora.adapter_name_or_path
     if begun is not None and (adapters is None or keeps_reference):
-        _load_adapters(model, adapters_folder(begun, folder))
+        place = adapters_folder(begun, folder)
+        try:
+            _load_adapters(model, place)
+        except CheckpointError as error:
+            raise ModelError(
+                f"model.lora.adapter_name_or_path: {error.message}",
+                hint=f"they belong on a model like {read_adapter_settings(place).base}; where the head is the embedding, both are trained as one",
+            ) from error
     if keeps_reference:
         keep_as_reference(model)
     if adapters is not None:
