@@ -4,8 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.errors import ModelError
-from grpo_cli.policy.adapter_settings import AdapterSettings, adapters_folder, check_weights, read_adapter_settings
+from grpo_cli.policy.adapter_settings import (
+    CONFIG_FILE,
+    AdapterSettings,
+    adapters_folder,
+    check_weights,
+    read_adapter_settings,
+)
 from grpo_cli.policy.adapter_targets import target_layers
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.policy.parts import freeze
@@ -19,10 +26,14 @@ _OWN = ("r", "alpha", "use_rslora", "use_dora", "target_modules", "modules_to_sa
 """Keys of `model.lora` that adapters decide themselves."""
 
 
-def with_adapter_settings(loaded: LoadedRecipe) -> LoadedRecipe:
+def with_adapter_settings(loaded: LoadedRecipe, *, checkpoint: Path | None = None) -> LoadedRecipe:
     """Say in `model.lora` what the adapters of `model.lora.adapter_name_or_path` are like; other recipes pass through untouched.
 
     Notices say where they were trained on another model, on other rounded weights, or on fewer layers than the recipe names.
+
+    Args:
+        loaded: The recipe.
+        checkpoint: Of a run that went on from them, whose own adapters say the same; None: there is none.
 
     Raises:
         ModelError: If they are not found, are of a kind that is not known here, or the recipe contradicts them.
@@ -31,7 +42,8 @@ def with_adapter_settings(loaded: LoadedRecipe) -> LoadedRecipe:
     if model.lora is None or model.lora.adapter_name_or_path is None:
         return loaded
     name = model.lora.adapter_name_or_path
-    place = adapters_folder(name, loaded.folder)
+    own = None if checkpoint is None else checkpoint / MODEL_FOLDER
+    place = own if own is not None and (own / CONFIG_FILE).is_file() else adapters_folder(name, loaded.folder)
     settings = read_adapter_settings(place)
     check_weights(place)
     found = settings.lora

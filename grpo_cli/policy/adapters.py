@@ -19,7 +19,7 @@ from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapter_dropout import DroppedInputs
 from grpo_cli.policy.adapter_settings import WEIGHTS_FILE
 from grpo_cli.policy.adapter_targets import target_layers, whole_modules
-from grpo_cli.policy.adapter_weights import NAME
+from grpo_cli.policy.adapter_weights import NAME, is_adapter
 from grpo_cli.policy.quantization import dequantized, is_quantized
 from grpo_cli.recipe.schema import LoraSection
 from grpo_cli.sharding import whole_shape
@@ -134,7 +134,7 @@ def load_adapters(model: Any, folder: Path) -> None:
         CheckpointError: If there are none, or they are others.
     """
     saved = _saved(folder)
-    wanted = {_name_in_file(name): one for name, one in _trained(model)}
+    wanted = {_name_in_file(name, NAME): one for name, one in _own(model, NAME)}
     there = {name: one.shape for name, one in saved.items()}
     asked = {name: whole_shape(one) for name, one in wanted.items()}
     other = min((name for name in there | asked if there.get(name) != asked.get(name)), default=None)
@@ -151,7 +151,9 @@ def load_adapters(model: Any, folder: Path) -> None:
         _set(parameter, saved[name])
 
 
-def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_adapters(
+    model: Any, folder: Path, *, adapter: str = NAME, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a model's adapters as PEFT does, and modules that are trained whole with them.
 
     Not by `save_pretrained`: of a head that is the embedding it leaves one out, without which PEFT does not load them.
@@ -159,14 +161,15 @@ def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | N
     Args:
         model: With adapters.
         folder: Where to; made if it is not there.
-        weights: Of what is trained, by name, if the model's own are in parts.
+        adapter: Which; `REFERENCE`: those that `keep_as_reference` kept.
+        weights: Of all adapters, by name, if the model's own are in parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config[NAME].save_pretrained(folder)
+    model.peft_config[adapter].save_pretrained(folder)
     first = {parameter: name for name, parameter in model.named_parameters()}
     found = {
-        f"{_PREFIX}{_name_in_file(name)}": parameter if weights is None else weights[first[parameter]]
-        for name, parameter in _trained(model)
+        f"{_PREFIX}{_name_in_file(name, adapter)}": parameter if weights is None else weights[first[parameter]]
+        for name, parameter in _own(model, adapter)
     }
     # Clones, since a file cannot hold one tensor under two names.
     tensors = {
@@ -175,9 +178,9 @@ def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | N
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Give what is trained, under each name that it has."""
-    return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad)
+def _own(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give the parameters of an adapter, under each name that they have."""
+    return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if is_adapter(name, of=adapter))
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
@@ -189,15 +192,20 @@ def _saved(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
 
 
-def _name_in_file(name: str) -> str:
-    """Name a trained parameter as PEFT's files do."""
-    name = name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
+def _name_in_file(name: str, adapter: str) -> str:
+    """Name a parameter of an adapter as PEFT's files do."""
+    name = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def has_adapters(model: Any) -> bool:
     """Tell whether a transformers model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def keeps_reference(model: Any) -> bool:
+    """Tell whether a transformers model has adapters that `keep_as_reference` kept."""
+    return has_adapters(model) and REFERENCE in model.peft_config
 
 
 def keep_as_reference(model: Any) -> None:

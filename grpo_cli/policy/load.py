@@ -43,6 +43,7 @@ def load_model(
     folder: Path,
     device: torch.device | str = "cpu",
     adapters: Path | None = None,
+    begun: Path | None = None,
     keeps_reference: bool = False,
 ) -> Any:
     """Load the causal or vision-language model that a recipe names, with adapters if it asks for them.
@@ -56,6 +57,7 @@ def load_model(
         folder: The recipe's folder, which relative paths start from.
         device: Where the model goes; on `meta` it has no weights, and nothing of them is read.
         adapters: Folder of trained adapters; None: those that the recipe goes on from, or new ones.
+        begun: Folder of those that the recipe goes on from; None: it is where the recipe says.
         keeps_reference: Whether those that the recipe goes on from are kept beside them (see `keep_as_reference`).
 
     Returns:
@@ -71,7 +73,13 @@ def load_model(
     frozen = freeze(model, section.freeze)
     if section.lora is not None:
         attach_adapters(model, section.lora, frozen=frozen, revision=section.revision)
-        _fill_adapters(model, section, folder, adapters, keeps_reference=keeps_reference)
+        name = section.lora.adapter_name_or_path
+        if name is not None and (adapters is None or keeps_reference):
+            _load_begun(model, begun or adapters_folder(name, folder))
+        if keeps_reference:
+            keep_as_reference(model)
+        if adapters is not None:
+            _load_adapters(model, adapters)
     disable_dropout(model)
     repair_generation_config(model)
     compute_with_rounded_weights(model, section)
@@ -93,25 +101,15 @@ def _read(section: ModelSection, folder: Path, device: torch.device | str) -> An
     return model
 
 
-def _fill_adapters(
-    model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool
-) -> None:
-    """Give a model's adapters what was trained before, if something was. See `load_model`."""
-    assert section.lora is not None
-    begun = section.lora.adapter_name_or_path
-    if begun is not None and (adapters is None or keeps_reference):
-        place = adapters_folder(begun, folder)
-        try:
-            _load_adapters(model, place)
-        except CheckpointError as error:
-            raise ModelError(
-                f"model.lora.adapter_name_or_path: {error.message}",
-                hint=f"they belong on a model like {read_adapter_settings(place).base}; where the head is the embedding, both are trained as one",
-            ) from error
-    if keeps_reference:
-        keep_as_reference(model)
-    if adapters is not None:
-        _load_adapters(model, adapters)
+def _load_begun(model: Any, folder: Path) -> None:
+    """Load the adapters that a recipe goes on from."""
+    try:
+        _load_adapters(model, folder)
+    except CheckpointError as error:
+        raise ModelError(
+            f"model.lora.adapter_name_or_path: {error.message}",
+            hint=f"they belong on a model like {read_adapter_settings(folder).base}; where the head is the embedding, both are trained as one",
+        ) from error
 
 
 def _load_adapters(model: Any, folder: Path) -> None:

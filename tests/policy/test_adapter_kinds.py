@@ -9,6 +9,7 @@ import pytest
 import torch
 from padded_calls import GROUP, SAMPLING, load
 from peft import PeftModel
+from safetensors.torch import load_file
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -61,6 +62,12 @@ def logps(model: Any, *, shared: bool = False) -> torch.Tensor:
         found: torch.Tensor = policy((GROUP,)).logps
     policy.feed_prompts_apart()
     return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -162,6 +169,8 @@ def test_where_a_run_goes_on_from_is_the_reference_and_stays_there(kind: str, fo
     assert torch.equal(logps(resumed), said)
     with with_reference_adapters(resumed):
         assert torch.equal(logps(resumed), began)
+    save_adapters(model, tmp_path / "reference", adapter="reference")
+    assert_same_tensors(tmp_path / "reference", tmp_path / "first")
     assert not adapted(folder, **settings).peft_config.keys() - {"default"}, "no reference is asked for"
 
 
