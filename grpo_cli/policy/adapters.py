@@ -7,7 +7,7 @@ knows it still.
 import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,9 @@ def keep_as_reference(model: Any) -> None:
     """Keep a frozen copy of a model's adapters, and of modules that are trained whole, as they are now. See `with_reference_adapters`."""
     settings = copy.deepcopy(model.peft_config[NAME])
     settings.lora_dropout = 0.0
-    with warnings.catch_warnings():
+    # Beside weights that are there PEFT would measure the first magnitudes; on `meta` there are none.
+    place = torch.device("meta") if model.device.type == "meta" else nullcontext()
+    with warnings.catch_warnings(), place:
         warnings.simplefilter("ignore")
         model.add_adapter(settings, adapter_name=REFERENCE)
     model.set_adapter(NAME)
