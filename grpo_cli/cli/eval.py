@@ -79,6 +79,6 @@ def evaluate(
         from grpo_cli.engine.evaluate import evaluate as evaluate_models
         from grpo_cli.engine.evaluated_model import evaluated_models
 
-    models = evaluated_models(model or [], loaded.recipe)
+    models = evaluated_models(model or [], loaded)
     folder = output or Path(loaded.recipe.train.output_dir) / "evaluations"
     evaluate_models(loaded, models, output=folder.expanduser().resolve(), overwrite=overwrite)

@@ -29,6 +29,13 @@ def export(
             help="With --merge: that model, as model.name_or_path names it, if it is no longer where it was.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="With --merge: run Python code that comes with that model (model.trust_remote_code).",
+        ),
+    ] = False,
 ) -> None:
     """Write a trained model to a folder of its own, which `from_pretrained` and vLLM read.
 
@@ -40,6 +47,8 @@ def export(
     """  # noqa: D301  \b keeps the lines apart
     if base is not None and not merge:
         raise typer.BadParameter("it is the model to merge adapters into: add --merge", param_hint="--base")
+    if trust_remote_code and not merge:
+        raise typer.BadParameter("nothing is loaded without --merge", param_hint="--trust-remote-code")
     from grpo_cli.engine.model_folder import model_folder
 
     folder = model_folder(source)
@@ -49,7 +58,7 @@ def export(
     try:
         shutil.rmtree(beside, ignore_errors=True)
         if merge:
-            _write_merged(folder, beside, base)
+            _write_merged(folder, beside, base, trust_remote_code=trust_remote_code)
         else:
             shutil.copytree(folder, beside)
         beside.rename(target)
@@ -60,13 +69,13 @@ def export(
     typer.echo(f"{target}: {'merged from' if merge else 'copied from'} {folder}")
 
 
-def _write_merged(folder: Path, target: Path, base: str | None) -> None:
+def _write_merged(folder: Path, target: Path, base: str | None, *, trust_remote_code: bool) -> None:
     from transformers.utils import logging
 
     from grpo_cli.policy.merge import merged_model
 
     logging.disable_progress_bar()
-    merged_model(folder, base=base).save_pretrained(target)
+    merged_model(folder, base=base, trust_remote_code=trust_remote_code).save_pretrained(target)
     for path in folder.iterdir():  # the tokenizer's files
         if not path.name.startswith(("adapter_", "quantization.")) and not (target / path.name).exists():
             shutil.copy(path, target / path.name)

@@ -86,6 +86,7 @@ def serve_plan(
 def _plan_of_recipe(
     loaded: "LoadedRecipe", model: "ModelSection", given: dict[str, Any], further: dict[str, Any]
 ) -> ServePlan:
+    from grpo_cli.policy.load import load_config
     from grpo_cli.recipe.eval_tasks import evaluation_tasks
     from grpo_cli.recipe.vllm_rules import longest_allowed
     from grpo_cli.rollout.vllm.arguments import lora_rank_to_send, resolved_dtype
@@ -100,6 +101,8 @@ def _plan_of_recipe(
         enable_sleep_mode=False,
         engine=recipe.vllm.engine | further,
     )
+    lora = recipe.model.lora
+    rank = None if lora is None else lora_rank_to_send(vllm, lora, config=load_config(model, loaded.folder))
     evaluated = [task.settings.num_generations for task in evaluation_tasks(recipe)]
     return ServePlan(
         model=model,
@@ -107,7 +110,7 @@ def _plan_of_recipe(
         dtype=resolved_dtype(vllm, bf16=recipe.train.bf16, model_dtype=model.dtype),
         seed=recipe.train.seed,
         num_generations=max([recipe.grpo.num_generations, *evaluated]),
-        lora_rank=lora_rank_to_send(vllm, recipe.model.lora),
+        lora_rank=rank,
         folder=loaded.folder,
         where="command line" if further else str(loaded.path),
     )

@@ -48,7 +48,7 @@ def train(
     from grpo_cli.recipe.load import load_recipe
 
     join_slurm_step()
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], resumes=resume is not None)
 
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc > 1 and launched == 1:

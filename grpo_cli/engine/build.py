@@ -131,19 +131,22 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
 
 def _policy_model(inputs: Inputs) -> Any:
     """Load the policy's model, from the checkpoint if there is one."""
-    section, adapters = inputs.recipe.model, None
+    section, adapters, begun = inputs.recipe.model, None, None
     if inputs.checkpoint is not None:
         trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
         if section.lora is None:
             section = with_weights_in(section, trained)
         else:
-            adapters = trained
+            adapters, kept = trained, inputs.checkpoint / REFERENCE_FOLDER
+            # Where the run began may have changed, or be gone; checkpoints of older versions do not hold it.
+            begun = kept.resolve() if kept.is_dir() else None
     with inputs.strategy.building():
         return load_model(
             section,
             folder=inputs.folder,
             device=inputs.strategy.loads_on,
             adapters=adapters,
+            begun=begun,
             keeps_reference=_keeps_reference(inputs.recipe),
         )
 

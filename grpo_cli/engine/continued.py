@@ -1,19 +1,39 @@
 """A recipe that goes on from trained adapters, with what these say put where the recipe says nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.errors import ModelError
-from grpo_cli.policy.adapter_settings import adapters_folder, read_adapter_settings
+from grpo_cli.policy.adapter_settings import (
+    CONFIG_FILE,
+    AdapterSettings,
+    adapters_folder,
+    check_weights,
+    read_adapter_settings,
+)
+from grpo_cli.policy.adapter_targets import target_layers
+from grpo_cli.policy.load import load_shapes
+from grpo_cli.policy.parts import freeze
+from grpo_cli.policy.quantization import QUANTIZATION_FILE, with_quantization
 from grpo_cli.recipe.load import LoadedRecipe
-from grpo_cli.recipe.schema import LoraSection
+from grpo_cli.recipe.schema import LoraSection, ModelSection
+
+_KEY = "model.lora.adapter_name_or_path"
 
 _OWN = ("r", "alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 """Keys of `model.lora` that adapters decide themselves."""
 
 
-def with_adapter_settings(loaded: LoadedRecipe) -> LoadedRecipe:
+def with_adapter_settings(loaded: LoadedRecipe, *, checkpoint: Path | None = None) -> LoadedRecipe:
     """Say in `model.lora` what the adapters of `model.lora.adapter_name_or_path` are like; other recipes pass through untouched.
+
+    Notices say where they were trained on another model, on other rounded weights, or on fewer layers than the recipe names.
+
+    Args:
+        loaded: The recipe.
+        checkpoint: Of a run that went on from them, whose own adapters say the same; None: there is none.
 
     Raises:
         ModelError: If they are not found, are of a kind that is not known here, or the recipe contradicts them.
@@ -22,7 +42,11 @@ def with_adapter_settings(loaded: LoadedRecipe) -> LoadedRecipe:
     if model.lora is None or model.lora.adapter_name_or_path is None:
         return loaded
     name = model.lora.adapter_name_or_path
-    found = read_adapter_settings(adapters_folder(name, loaded.folder)).lora
+    own = None if checkpoint is None else checkpoint / MODEL_FOLDER
+    place = own if own is not None and (own / CONFIG_FILE).is_file() else adapters_folder(name, loaded.folder)
+    settings = read_adapter_settings(place)
+    check_weights(place)
+    found = settings.lora
     for key in _OWN:
         asked, there = getattr(model.lora, key), getattr(found, key)
         if _is_chosen(loaded, key) and not _agree(asked, there):
@@ -30,8 +54,50 @@ def with_adapter_settings(loaded: LoadedRecipe) -> LoadedRecipe:
                 f"model.lora.{key}: found {asked}; the adapters of {name} have {there}",
                 hint=f"leave model.lora.{key} out, and theirs is taken",
             )
+    told = [*_other_base(model, settings), *_other_rounding(model, place)]
+    if _is_chosen(loaded, "target_modules"):
+        told += _fewer_layers(model, found, loaded.folder)
     lora = replace(found, dropout=model.lora.dropout, adapter_name_or_path=name)
-    return replace(loaded, recipe=replace(loaded.recipe, model=replace(model, lora=lora)))
+    recipe = replace(loaded.recipe, model=replace(model, lora=lora))
+    return replace(loaded, recipe=recipe, notices=(*loaded.notices, *(f"{_KEY}: {line}" for line in told)))
+
+
+def _other_base(model: ModelSection, found: AdapterSettings) -> Iterator[str]:
+    """Say if adapters name another model than the recipe, which may still be the same one in another place."""
+    if found.base is None:
+        return
+    if found.base != model.name_or_path and not _is_same_place(found.base, model.name_or_path):
+        yield f"they were trained on {found.base}; model.name_or_path is {model.name_or_path}"
+    elif found.revision is not None and found.revision != model.revision:
+        yield f"they were trained on revision {found.revision}; model.revision is {model.revision}"
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
+
+
+def _other_rounding(model: ModelSection, place: Path) -> Iterator[str]:
+    """Say if the weights below were rounded in another way than the recipe's will be, as far as that is known."""
+    if not (place / QUANTIZATION_FILE).is_file():
+        return
+    then = with_quantization(model, place)
+    for key in ("quantization", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
+        before, now = getattr(then, key), getattr(model, key)
+        if before != now:
+            yield f"they were trained with model.{key}: {before}; the recipe's is {now}"
+            return
+
+
+def _fewer_layers(model: ModelSection, found: LoraSection, folder: Path) -> Iterator[str]:
+    """Say if the recipe names all linear layers, and adapters are on some of them only."""
+    assert model.lora is not None
+    if model.lora.target_modules != LoraSection().target_modules:
+        return
+    shapes = load_shapes(model, folder=folder)
+    everything = target_layers(shapes, model.lora.target_modules, frozen=freeze(shapes, model.freeze))
+    theirs = target_layers(shapes, found.target_modules)
+    if set(everything) - set(theirs):
+        yield f"they are on {len(theirs)} layers, and all-linear would be {len(everything)}; those are trained that have some"
 
 
 def _is_chosen(loaded: LoadedRecipe, key: str) -> bool:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
-from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
+from grpo_cli.policy.adapter_settings import CONFIG_FILE, adapters_folder, read_adapter_settings
 from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.quantization import with_quantization
+from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
@@ -36,19 +38,22 @@ class EvaluatedModel:
     adapters: Path | None
 
 
-def evaluated_models(given: Sequence[str], recipe: Recipe) -> list[EvaluatedModel]:
-    """Find the models that `--model` names; the recipe's if it is not given.
+def evaluated_models(given: Sequence[str], loaded: LoadedRecipe) -> list[EvaluatedModel]:
+    """Find the models that `--model` names; the recipe's if it is not given: where its training starts.
 
     Args:
         given: Run directories, checkpoints, folders of models or adapters, GGUF files, `package://module/file` or hub ids; `final`, `best`
             or the name of a checkpoint means that of the recipe's own run.
-        recipe: Whose settings they are loaded with.
+        loaded: The recipe whose settings they are loaded with.
 
     Raises:
         ModelError: If a path or a model of the run does not exist, a model is given twice, or adapters are of a kind that is not known here.
         CheckpointError: If a folder holds no model.
     """
-    found = [_found(name, recipe) for name in given] or [_of_recipe(recipe)]
+    # Nothing is trained, so nothing has to be kept as it is; another model may not even have such parts.
+    recipe = replace(loaded.recipe, model=replace(loaded.recipe.model, freeze=[]))
+    loaded = replace(loaded, recipe=recipe)
+    found = [_found(name, recipe) for name in given] or [_of_recipe(loaded)]
     names = [model.name for model in found]
     for name, twice in zip(names, given, strict=False):
         if names.count(name) > 1:
@@ -62,10 +67,20 @@ def evaluated_models(given: Sequence[str], recipe: Recipe) -> list[EvaluatedMode
     ]
 
 
-def _of_recipe(recipe: Recipe) -> EvaluatedModel:
-    name = recipe.model.name_or_path
-    section = replace(recipe.model, lora=None)  # adapters that nobody trained change nothing
-    return EvaluatedModel(label=_label(name), name=name, section=section, adapters=None)
+def _of_recipe(loaded: LoadedRecipe) -> EvaluatedModel:
+    """Find the recipe's model, with the adapters that it goes on from; new ones change nothing, and are left out."""
+    model = loaded.recipe.model
+    begun = None if model.lora is None else model.lora.adapter_name_or_path
+    if begun is None:
+        name = model.name_or_path
+        return EvaluatedModel(label=_label(name), name=name, section=replace(model, lora=None), adapters=None)
+    folder = adapters_folder(begun, loaded.folder)
+    return EvaluatedModel(
+        label=_label_of_folder(folder) if (loaded.folder / begun).exists() else _label(begun),
+        name=str(folder),
+        section=with_adapter_settings(loaded).recipe.model,
+        adapters=folder,
+    )
 
 
 def _found(given: str, recipe: Recipe) -> EvaluatedModel:

@@ -15,7 +15,8 @@ from grpo_cli.engine.optimizer import continue_schedule
 from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.state import RECIPE_FILE, RunState, read_optimizer, write_optimizer, write_state
 from grpo_cli.errors import CheckpointError
-from grpo_cli.policy.adapters import has_adapters, save_adapters
+from grpo_cli.policy.adapter_weights import is_adapter
+from grpo_cli.policy.adapters import REFERENCE, has_adapters, keeps_reference, save_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.quantization import write_quantization
 from grpo_cli.recipe.schema import ModelSection
@@ -106,6 +107,9 @@ def _write(stages: Stages, state: RunState, folder: Path, weights: Mapping[str, 
     """Write what the main process has."""
     for name, policy in _models(stages).items():
         save_model_folder(stages, policy, folder / name, weights=weights[name])
+    model = stages.policy.model
+    if keeps_reference(model):  # so that the run can go on wherever the adapters are that it began with
+        save_adapters(model, folder / REFERENCE_FOLDER, adapter=REFERENCE, weights=weights[MODEL_FOLDER])
     write_state(state, folder)
     (folder / RECIPE_FILE).write_text(json.dumps(stages.recipe), encoding="utf-8")
 
@@ -134,12 +138,11 @@ def whole_weights(stages: Stages, policy: PolicyModel) -> Weights | None:
     """
     if not stages.strategy.spread.cuts_weights:
         return None
-    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    wanted = trained if has_adapters(policy.model) else None
+    only_adapters = has_adapters(policy.model)
     return {
         name: tensor.cpu().clone()
         for name, tensor in stages.strategy.named_weights(policy)
-        if stages.processes.is_main and (wanted is None or name in wanted)
+        if stages.processes.is_main and (is_adapter(name) or not only_adapters)
     }
 
 

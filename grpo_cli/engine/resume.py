@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.run_directory import checkpoint_to_resume
 from grpo_cli.engine.run_length import Done
 from grpo_cli.engine.state import RunState, read_recipe, read_state
 from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.compare import changed_keys
-from grpo_cli.recipe.schema import Recipe
+from grpo_cli.recipe.load import LoadedRecipe
 
 _FIXED = (
     *(
@@ -43,23 +44,25 @@ class Resumed:
     """Where a run begins.
 
     Attributes:
+        loaded: The recipe, with what the adapters say that it goes on from.
         continues: Whether it goes on in its own run directory; False: it begins there with an empty one.
         checkpoint: The checkpoint it starts from; None: from the beginning.
         state: The run state of that checkpoint.
         done: What is behind it.
     """
 
+    loaded: LoadedRecipe
     continues: bool
     checkpoint: Path | None
     state: RunState | None
     done: Done
 
 
-def find_resumed(recipe: Recipe, output_dir: Path, resume: str | None, say: Callable[[str], None]) -> Resumed:
+def find_resumed(loaded: LoadedRecipe, output_dir: Path, resume: str | None, say: Callable[[str], None]) -> Resumed:
     """Find the checkpoint to resume from, read its state, and compare its recipe with the present one.
 
     Args:
-        recipe: The present recipe.
+        loaded: The present recipe.
         output_dir: Its run directory.
         resume: What `--resume` said; None: it was not given.
         say: Told about checkpoints that are passed over and about changes of the recipe.
@@ -67,15 +70,18 @@ def find_resumed(recipe: Recipe, output_dir: Path, resume: str | None, say: Call
     Raises:
         CheckpointError: If there is nothing to resume from where one was named, all checkpoints are damaged, or the recipe
             changed in a way that cannot be followed.
+        ModelError: If adapters that it goes on from are not found, or the recipe contradicts them.
     """
     if resume is None:
-        return Resumed(continues=False, checkpoint=None, state=None, done=Done())
-    store = CheckpointStore(output_dir / "checkpoints", keep=recipe.train.keep_checkpoints)
+        loaded = with_adapter_settings(loaded)
+        return Resumed(loaded=loaded, continues=False, checkpoint=None, state=None, done=Done())
+    store = CheckpointStore(output_dir / "checkpoints", keep=loaded.recipe.train.keep_checkpoints)
     checkpoint = checkpoint_to_resume(resume, store, say)
     if checkpoint is None:
         say(f"no checkpoint in {store.folder}: starting from the beginning")
-        return Resumed(continues=True, checkpoint=None, state=None, done=Done())
-    state = read_state(checkpoint)
+        return Resumed(loaded=with_adapter_settings(loaded), continues=True, checkpoint=None, state=None, done=Done())
+    state, loaded = read_state(checkpoint), with_adapter_settings(loaded, checkpoint=checkpoint)
+    recipe = loaded.recipe
     _tell_changes(read_recipe(checkpoint), dataclasses.asdict(recipe), say)
     if recipe.grpo.beta != 0 and state.window is not None and not state.window.has_reference:
         raise CheckpointError(
@@ -84,6 +90,7 @@ def find_resumed(recipe: Recipe, output_dir: Path, resume: str | None, say: Call
         )
     in_window = 0 if state.window is None else state.window.length - state.position
     return Resumed(
+        loaded=loaded,
         continues=checkpoint.is_relative_to(output_dir),
         checkpoint=checkpoint,
         state=state,

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
-from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.export import restore
@@ -60,7 +59,6 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     """
     began = time.monotonic()
     quiet_libraries()
-    loaded = with_adapter_settings(loaded)
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
     # Told before anything is loaded, and before processes wait for each other in vLLM.
@@ -77,7 +75,8 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
             exists = output_dir.is_dir()
             if exists and processes.is_main:
                 stack.enter_context(locked(output_dir))
-            resumed = find_resumed(recipe, output_dir, resume, lambda line: _tell(console, line))
+            resumed = find_resumed(loaded, output_dir, resume, lambda line: _tell(console, line))
+            loaded, recipe = resumed.loaded, resumed.loaded.recipe
             if not resumed.continues and not recipe.train.overwrite_output_dir:
                 refuse_to_overwrite(output_dir)
             inputs = _load_inputs(loaded, output_dir, resumed, processes, console)

@@ -15,7 +15,7 @@ from grpo_cli.engine.started_server import StartedServerEngine, wait_for
 from grpo_cli.errors import TrainingError
 from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.policy.load import prepared_location
+from grpo_cli.policy.load import load_config, prepared_location
 from grpo_cli.policy.quantization import DequantizedWeights
 from grpo_cli.recipe.addresses import is_loopback, server_addresses
 from grpo_cli.recipe.schema import Recipe
@@ -173,7 +173,7 @@ def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
         revision=model.revision,
         tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
         trust_remote_code=model.trust_remote_code,
-        lora_rank=_adapter_rank(inputs),
+        lora_rank=lora_rank_to_send(recipe.vllm, model.lora, config=load_config(model, inputs.folder)),
         image_options=None if inputs.vision is None else model.processor_kwargs,
         sharing_memory=inputs.processes.sharing_memory if recipe.vllm.mode == "colocate" else None,
     )
@@ -181,7 +181,7 @@ def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
 
 def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
     """Stream the policy's adapters, if they are to go to vLLM as such."""
-    rank = _adapter_rank(inputs)
+    rank = lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora, config=policy.model.config)
     # Weights that are cut into parts come in one stream, which all processes go through: the merged ones.
     if rank is None or inputs.strategy.spread.weight_parts > 1:
         return None
@@ -191,14 +191,6 @@ def _adapters(inputs: SamplingInputs, policy: PolicyModel) -> Adapters | None:
         adapters=AdapterWeights(policy.model, weights),
         rank=rank,
     )
-
-
-def _adapter_rank(inputs: SamplingInputs) -> int | None:
-    """Give the rank of the adapters that vLLM is given as such; None: they are merged, or there are none.
-
-    Those of a model that sees images are merged: vLLM has none in what encodes images.
-    """
-    return None if inputs.vision is not None else lora_rank_to_send(inputs.recipe.vllm, inputs.recipe.model.lora)
 
 
 def _most_sequences(inputs: SamplingInputs) -> int:

@@ -23,6 +23,7 @@ from grpo_cli.policy.adapters import attach_adapters
 from grpo_cli.policy.checkpointing import possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_shapes, load_tokenizer
+from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import plan_quantization
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
@@ -207,8 +208,9 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
 def _policy(recipe: Recipe, model: Any) -> PolicyModel:
     """Make the policy of a model without weights, with adapters if the recipe asks for them."""
     model = copy.deepcopy(model)
+    frozen = freeze(model, recipe.model.freeze)
     if recipe.model.lora is not None:
-        attach_adapters(model, recipe.model.lora)
+        attach_adapters(model, recipe.model.lora, frozen=frozen)
         plan_quantization(model, recipe.model)
     return PolicyModel(model, sampling=Sampling(stop_ids=(), max_tokens=recipe.generation.max_completion_length))
 

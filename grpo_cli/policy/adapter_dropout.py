@@ -5,6 +5,9 @@ so would the ratio of their probabilities. Here what is left out is drawn once p
 dropout of Gal & Ghahramani (2016): some columns of each A are 0, in the old log-probabilities and in all passes alike. So the ratio is
 that of two sets of weights, 1 before the first step; and it doesn't matter how tokens are packed, cut into micro-batches or spread over
 processes. Engines, the reference and the canary use all columns.
+
+With magnitudes (DoRA) what is left out is left out of the products with A alone: the lengths |W + scale * B @ A| that the magnitudes are
+divided by are those of all columns.
 """
 
 import hashlib
@@ -32,7 +35,7 @@ class DroppedInputs(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the mask to inputs [.., inputs]."""
-        return inputs if self.mask is None else inputs * self.mask.to(inputs.dtype)
+        return inputs if self.mask is None else inputs * self.mask.to(inputs.device, inputs.dtype)
 
 
 @contextmanager
@@ -46,6 +49,7 @@ def dropped_inputs(model: nn.Module, *key: int | str) -> Iterator[None]:
     dropping = [(name, one) for name, one in model.named_modules() if isinstance(one, DroppedInputs)]
     for name, one in dropping:
         layer = model.get_submodule(name.partition(".lora_dropout.")[0])
+        # Weights may come to their device only when they are used (`distributed.offload_params`), so the inputs say where that is.
         one.mask = _mask((*key, name), one.share, layer)
     try:
         yield
@@ -58,5 +62,4 @@ def _mask(key: tuple[int | str, ...], share: float, layer: nn.Module) -> Tensor:
     """Draw on the CPU, so that all devices and processes have the same."""
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
     kept = torch.rand(int(layer.in_features), generator=torch.Generator().manual_seed(seed)) >= share  # type: ignore[arg-type]
-    device = next(layer.parameters()).device
-    return (kept / (1 - share)).to(device)
+    return kept / (1 - share)

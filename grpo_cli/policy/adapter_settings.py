@@ -10,6 +10,7 @@ from grpo_cli.errors import ModelError
 from grpo_cli.recipe.schema import LoraSection
 
 CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 _KEY = "model.lora.adapter_name_or_path"
 
@@ -59,7 +60,7 @@ def adapters_folder(name_or_path: str, folder: Path) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415  most runs do without
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["adapter_*"]))
+        return Path(snapshot_download(name_or_path, allow_patterns=["adapter_*", "quantization.json"]))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -85,6 +86,12 @@ def read_adapter_settings(folder: Path, *, key: str = _KEY) -> AdapterSettings:
         raise ModelError(
             f"{key}: {folder} holds no adapters: {error}", hint=f"name a folder with {CONFIG_FILE}"
         ) from error
+    missing = next((name for name in ("r", "lora_alpha", "target_modules") if found.get(name) is None), None)
+    if missing is not None and found.get("peft_type") == "LORA":
+        raise ModelError(
+            f"{key}: {path} does not say {missing}; allowed: what `save_pretrained` of PEFT writes",
+            hint="load the adapters with PeftModel.from_pretrained, and save them again",
+        )
     unknown = next(_unknown(found), None)
     if unknown is not None:
         raise ModelError(
@@ -100,6 +107,20 @@ def read_adapter_settings(folder: Path, *, key: str = _KEY) -> AdapterSettings:
         modules_to_save=sorted(found.get("modules_to_save") or []),
     )
     return AdapterSettings(lora=lora, base=found.get("base_model_name_or_path"), revision=found.get("revision"))
+
+
+def check_weights(folder: Path) -> None:
+    """See that the adapters of `model.lora.adapter_name_or_path` are in a file that cannot run code.
+
+    Raises:
+        ModelError: If they are not.
+    """
+    if not (folder / WEIGHTS_FILE).is_file():
+        others = ", ".join(sorted(path.name for path in folder.glob("adapter_model.*"))) or "no weights"
+        raise ModelError(
+            f"{_KEY}: found {others} in {folder}; allowed: {WEIGHTS_FILE}",
+            hint="load the adapters with PeftModel.from_pretrained and save them again: PEFT writes that file now",
+        )
 
 
 def _unknown(found: dict[str, Any]) -> Iterator[str]:

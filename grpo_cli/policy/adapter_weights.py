@@ -107,6 +107,20 @@ class AdapterWeights:
                 yield f"{owner}.{kind}", tensor * module.scaling[NAME] if kind == "lora_B" else tensor
 
 
+def is_adapter(name: str, *, of: str | None = None) -> bool:
+    """Tell whether a parameter is one of an adapter, or of a module that is trained whole beside it.
+
+    Args:
+        name: Of the parameter.
+        of: What PEFT calls the adapter; None: any.
+    """
+    for kind in (*_MATRICES, _MAGNITUDE, _COPIES):
+        _, found, rest = name.partition(f".{kind}.")
+        if found:
+            return of is None or rest.startswith(f"{of}.")
+    return False
+
+
 def _split(name: str) -> tuple[str, str, str]:
     """Split the name of a parameter by what PEFT has put into it.
 

@@ -6,8 +6,8 @@ knows it still.
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,23 @@ from torch import Tensor, nn
 
 from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapter_dropout import DroppedInputs
+from grpo_cli.policy.adapter_settings import WEIGHTS_FILE
 from grpo_cli.policy.adapter_targets import target_layers, whole_modules
-from grpo_cli.policy.adapter_weights import NAME
+from grpo_cli.policy.adapter_weights import NAME, is_adapter
+from grpo_cli.policy.quantization import dequantized, is_quantized
 from grpo_cli.recipe.schema import LoraSection
 from grpo_cli.sharding import whole_shape
 
 REFERENCE = "reference"
 """What the adapters are called that a run has gone on from, where they are the reference."""
 
-ADAPTER_FILE = "adapter_model.safetensors"
-
 _PREFIX = "base_model.model."
 """What PEFT puts before the names in its files."""
 
 
-def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = None) -> None:
+def attach_adapters(
+    model: Any, section: LoraSection, *, frozen: Collection[int] = (), revision: str | None = None
+) -> None:
     """Freeze a model's weights and put adapters beside them. At first they change nothing: one of each two matrices is 0.
 
     They are trained in float32, whatever the precision of the weights; copies of modules that are trained whole, in that of the weights.
@@ -40,6 +42,7 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
     Args:
         model: A transformers model.
         section: The recipe's `model.lora`.
+        frozen: Parameters that stay as they are, by `id`: what they belong to gets no adapters.
         revision: Of the model, to be noted beside its name.
 
     Raises:
@@ -48,8 +51,8 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
     from peft import LoraConfig  # noqa: PLC0415  it takes a second to import, and most runs do without
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
-    wanted = target_layers(model, section.target_modules)
-    copied = whole_modules(model, section.modules_to_save, adapted=wanted)
+    wanted = target_layers(model, section.target_modules, frozen=frozen)
+    copied = whole_modules(model, section.modules_to_save, adapted=wanted, frozen=frozen)
     settings = LoraConfig(
         r=section.r,
         lora_alpha=section.alpha,
@@ -75,6 +78,7 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
             hint="name other layers, such as [q_proj, v_proj]",
         ) from error
     _train_in_float32(model)
+    _measure_magnitudes(model)
     if section.dropout:
         for layer in model.modules():
             if isinstance(layer, LoraLayer):
@@ -82,10 +86,30 @@ def attach_adapters(model: Any, section: LoraSection, *, revision: str | None = 
 
 
 def _train_in_float32(model: nn.Module) -> None:
-    """Make adapters float32."""
+    """Make adapters float32, those of the reference as well."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name and parameter.dtype.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.float()
+
+
+def _measure_magnitudes(model: nn.Module) -> None:
+    """Make magnitudes (DoRA) the lengths that layers compute with, in float32.
+
+    PEFT rounds the first to the precision of the weights, so that new adapters would change what a model says.
+    """
+    from peft.utils.integrations import gather_params_ctx  # noqa: PLC0415
+
+    layers: list[Any] = [one for one in model.modules() if NAME in getattr(one, "lora_magnitude_vector", ())]
+    for layer in layers:
+        base = layer.base_layer
+        if base.weight.device.type == "meta":
+            continue
+        with torch.no_grad(), gather_params_ctx([base.weight], modifier_rank=None):
+            weight = dequantized(base) if is_quantized(base) else base.weight
+            # Each output has a length: a row, or a column where the weight is kept transposed; quantized layers are not asked.
+            dimension = 0 if getattr(layer, "fan_in_fan_out", False) else 1
+            lengths = torch.linalg.vector_norm(weight.float(), dim=dimension)
+        _set(layer.lora_magnitude_vector[NAME].weight, lengths)
 
 
 def _has_tied_head(model: Any) -> bool:
@@ -110,14 +134,26 @@ def load_adapters(model: Any, folder: Path) -> None:
         CheckpointError: If there are none, or they are others.
     """
     saved = _saved(folder)
-    wanted = {_name_in_file(name): one for name, one in _trained(model)}
-    if {name: one.shape for name, one in saved.items()} != {name: whole_shape(one) for name, one in wanted.items()}:
-        raise CheckpointError(f"{folder} holds adapters of other layers or sizes than model.lora asks for")
+    wanted = {_name_in_file(name, NAME): one for name, one in _own(model, NAME)}
+    there = {name: one.shape for name, one in saved.items()}
+    asked = {name: whole_shape(one) for name, one in wanted.items()}
+    other = min((name for name in there | asked if there.get(name) != asked.get(name)), default=None)
+    if other is not None:
+        problem = (
+            "has another size"
+            if other in there and other in asked
+            else f"is {'not asked for' if other in there else 'missing'}"
+        )
+        raise CheckpointError(
+            f"{folder} holds adapters of other layers or sizes than model.lora asks for: {other} {problem}"
+        )
     for name, parameter in wanted.items():
         _set(parameter, saved[name])
 
 
-def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_adapters(
+    model: Any, folder: Path, *, adapter: str = NAME, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a model's adapters as PEFT does, and modules that are trained whole with them.
 
     Not by `save_pretrained`: of a head that is the embedding it leaves one out, without which PEFT does not load them.
@@ -125,37 +161,40 @@ def save_adapters(model: Any, folder: Path, *, weights: Mapping[str, Tensor] | N
     Args:
         model: With adapters.
         folder: Where to; made if it is not there.
-        weights: Of what is trained, by name, if the model's own are in parts.
+        adapter: Which; `REFERENCE`: those that `keep_as_reference` kept.
+        weights: Of all adapters, by name, if the model's own are in parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config[NAME].save_pretrained(folder)
+    model.peft_config[adapter].save_pretrained(folder)
     first = {parameter: name for name, parameter in model.named_parameters()}
     found = {
-        f"{_PREFIX}{_name_in_file(name)}": parameter if weights is None else weights[first[parameter]]
-        for name, parameter in _trained(model)
+        f"{_PREFIX}{_name_in_file(name, adapter)}": parameter if weights is None else weights[first[parameter]]
+        for name, parameter in _own(model, adapter)
     }
     # Clones, since a file cannot hold one tensor under two names.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
     }
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Give what is trained, under each name that it has."""
-    return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad)
+def _own(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give the parameters of an adapter, under each name that they have."""
+    return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if is_adapter(name, of=adapter))
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
     """Read the weights of adapters, under the names that the file has without PEFT's prefix."""
-    if not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(f"{folder} holds no adapters: its run trained all weights, without model.lora")
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds no adapters (it has no {WEIGHTS_FILE})", hint="a run without model.lora trains all weights"
+        )
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
 
 
-def _name_in_file(name: str) -> str:
-    """Name a trained parameter as PEFT's files do."""
-    name = name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
+def _name_in_file(name: str, adapter: str) -> str:
+    """Name a parameter of an adapter as PEFT's files do."""
+    name = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
@@ -164,14 +203,22 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def keeps_reference(model: Any) -> bool:
+    """Tell whether a transformers model has adapters that `keep_as_reference` kept."""
+    return has_adapters(model) and REFERENCE in model.peft_config
+
+
 def keep_as_reference(model: Any) -> None:
     """Keep a frozen copy of a model's adapters, and of modules that are trained whole, as they are now. See `with_reference_adapters`."""
     settings = copy.deepcopy(model.peft_config[NAME])
     settings.lora_dropout = 0.0
-    with warnings.catch_warnings():
+    # Beside weights that are there PEFT would measure the first magnitudes; on `meta` there are none.
+    place = torch.device("meta") if model.device.type == "meta" else nullcontext()
+    with warnings.catch_warnings(), place:
         warnings.simplefilter("ignore")
         model.add_adapter(settings, adapter_name=REFERENCE)
     model.set_adapter(NAME)
+    _train_in_float32(model)  # before they are given values, which bfloat16 would round
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     kept = dict(model.named_parameters())
     for name, parameter in trained.items():

@@ -21,18 +21,17 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_cli.errors import ModelError
+from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.onednn import speed_up_linears
-from grpo_cli.policy.adapter_settings import adapters_folder
-from grpo_cli.policy.adapters import attach_adapters, has_adapters, keep_as_reference, load_adapters
+from grpo_cli.policy.adapter_settings import adapters_folder, read_adapter_settings
+from grpo_cli.policy.adapters import attach_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
-from grpo_cli.policy.quantization import compute_with_rounded_weights, quantization_config
+from grpo_cli.policy.quantization import check_whole, compute_with_rounded_weights, quantization_config
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.inputs import is_vision_language
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 DROPOUT_NAME = re.compile(r"dropout|drop_rate|drop_prob|drop_path|layerdrop|pdrop|jitter")
 """Attributes that hold a probability of dropping, or the width of a router's noise, in some model family."""
@@ -44,6 +43,7 @@ def load_model(
     folder: Path,
     device: torch.device | str = "cpu",
     adapters: Path | None = None,
+    begun: Path | None = None,
     keeps_reference: bool = False,
 ) -> Any:
     """Load the causal or vision-language model that a recipe names, with adapters if it asks for them.
@@ -57,6 +57,7 @@ def load_model(
         folder: The recipe's folder, which relative paths start from.
         device: Where the model goes; on `meta` it has no weights, and nothing of them is read.
         adapters: Folder of trained adapters; None: those that the recipe goes on from, or new ones.
+        begun: Folder of those that the recipe goes on from; None: it is where the recipe says.
         keeps_reference: Whether those that the recipe goes on from are kept beside them (see `keep_as_reference`).
 
     Returns:
@@ -69,9 +70,16 @@ def load_model(
     model = _read(section, folder, device)
     if section.attn_implementation == "sdpa" and caps_attention(model.config):
         model.set_attn_implementation("eager")
+    frozen = freeze(model, section.freeze)
     if section.lora is not None:
-        _adapt(model, section, folder, adapters, keeps_reference=keeps_reference)
-    freeze(model, section.freeze)
+        attach_adapters(model, section.lora, frozen=frozen, revision=section.revision)
+        name = section.lora.adapter_name_or_path
+        if name is not None and (adapters is None or keeps_reference):
+            _load_begun(model, begun or adapters_folder(name, folder))
+        if keeps_reference:
+            keep_as_reference(model)
+        if adapters is not None:
+            _load_adapters(model, adapters)
     disable_dropout(model)
     repair_generation_config(model)
     compute_with_rounded_weights(model, section)
@@ -85,12 +93,6 @@ def _read(section: ModelSection, folder: Path, device: torch.device | str) -> An
     with explained(section.name_or_path):
         make = _from_weights if section.random_weights_seed is None else _from_nothing
         model = make(section, location, torch.device(device))
-    if has_adapters(model):  # transformers has loaded them onto the model that they were trained on
-        raise ModelError(
-            f"model.name_or_path: {section.name_or_path} holds adapters (model.lora), and is no whole model",
-            hint="name the model that they were trained on, and them as model.lora.adapter_name_or_path to go on from them; `grpo export "
-            "--merge` makes a whole model of both; a run that trained them goes on with --resume",
-        )
     if model.dtype == torch.float16:  # with dtype `auto`; by name the recipe refuses it
         raise ModelError(
             f"model.dtype: {section.name_or_path} has float16 weights, whose gradients underflow in training",
@@ -99,17 +101,15 @@ def _read(section: ModelSection, folder: Path, device: torch.device | str) -> An
     return model
 
 
-def _adapt(model: Any, section: ModelSection, folder: Path, adapters: Path | None, *, keeps_reference: bool) -> None:
-    """Put adapters on a model. See `load_model`."""
-    assert section.lora is not None
-    attach_adapters(model, section.lora, revision=section.revision)
-    begun = section.lora.adapter_name_or_path
-    if begun is not None and (adapters is None or keeps_reference):
-        _load_adapters(model, adapters_folder(begun, folder))
-    if keeps_reference:
-        keep_as_reference(model)
-    if adapters is not None:
-        _load_adapters(model, adapters)
+def _load_begun(model: Any, folder: Path) -> None:
+    """Load the adapters that a recipe goes on from."""
+    try:
+        _load_adapters(model, folder)
+    except CheckpointError as error:
+        raise ModelError(
+            f"model.lora.adapter_name_or_path: {error.message}",
+            hint=f"they belong on a model like {read_adapter_settings(folder).base}; where the head is the embedding, both are trained as one",
+        ) from error
 
 
 def _load_adapters(model: Any, folder: Path) -> None:
@@ -133,7 +133,7 @@ def load_shapes(section: ModelSection, *, folder: Path) -> Any:
     """
     config = load_config(section, folder)
     with explained(section.name_or_path), torch.device("meta"):
-        model = _class_of(config).from_config(config, trust_remote_code=section.trust_remote_code)
+        model = model_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
     return model.to(_weights_dtype(section, config))
 
 
@@ -149,16 +149,17 @@ def weights_dtype(section: ModelSection, *, folder: Path) -> torch.dtype:
 def _from_weights(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:
     """Load a model with its weights."""
     quantization = quantization_config(section)
-    kind = model_class(location, revision=section.revision, trust_remote_code=section.trust_remote_code)
-    model = kind.from_pretrained(
+    # A key that is None would count for more than what the checkpoint says, so it is left out.
+    rounded = {} if quantization is None else {"quantization_config": quantization}
+    model = model_class(_config_at(section, location)).from_pretrained(
         location.name_or_path,
         revision=section.revision,
         dtype="auto" if section.dtype == "auto" else getattr(torch, section.dtype),
         attn_implementation=section.attn_implementation,
         trust_remote_code=section.trust_remote_code,
-        quantization_config=quantization,
         # What is quantized is put on its device while it is loaded.
         device_map=str(device) if quantization is not None or device.type == "meta" else None,
+        **rounded,
     )
     return model if quantization is not None else model.to(device)
 
@@ -169,7 +170,7 @@ def _from_nothing(section: ModelSection, location: ModelLocation, device: torch.
     config = _config_at(section, location)
     with torch.random.fork_rng(devices=[]), torch.device("meta") if device.type == "meta" else nullcontext():
         torch.default_generator.manual_seed(section.random_weights_seed)
-        model = _class_of(config).from_config(
+        model = model_class(config).from_config(
             config,
             dtype=_weights_dtype(section, config),
             attn_implementation=section.attn_implementation,
@@ -178,23 +179,25 @@ def _from_nothing(section: ModelSection, location: ModelLocation, device: torch.
     return model.to(device)
 
 
-def model_class(location: ModelLocation, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Give what loads a model: a causal or a vision-language one."""
-    if (Path(location.name_or_path) / ADAPTER_CONFIG).is_file():  # adapters alone have no configuration
-        return AutoModelForCausalLM
-    return _class_of(
-        AutoConfig.from_pretrained(location.name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    )
-
-
-def _class_of(config: Any) -> Any:
+def model_class(config: Any) -> Any:
+    """Give what loads a model of a configuration: a causal or a vision-language one."""
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def _config_at(section: ModelSection, location: ModelLocation) -> Any:
-    return AutoConfig.from_pretrained(
+    """Load the configuration of a model, and refuse what is none that can be trained."""
+    name = section.name_or_path
+    if find_adapter_config_file(location.name_or_path, revision=section.revision) is not None:
+        raise ModelError(
+            f"model.name_or_path: {name} holds adapters (model.lora), and is no whole model",
+            hint="name the model that they were trained on, and them as model.lora.adapter_name_or_path to go on from them; `grpo export "
+            "--merge` makes a whole model of both; a run that trained them goes on with --resume",
+        )
+    config = AutoConfig.from_pretrained(
         location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
+    check_whole(config, name)
+    return config
 
 
 def load_config(section: ModelSection, folder: Path) -> Any:

@@ -34,17 +34,21 @@ def parameters_of(model: nn.Module, part: str) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if _is_in(name, part, model, modules)}
 
 
-def freeze(model: nn.Module, parts: Sequence[str]) -> None:
+def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[int]:
     """Keep parts of a model as they are.
+
+    Returns:
+        Which parameters those are, by `id`.
 
     Raises:
         ModelError: If the model has no such part, a name may mean several, or nothing is left to train.
     """
-    for part in parts:
-        for parameter in _known(model, part, key="model.freeze").values():
-            parameter.requires_grad_(False)
+    frozen = [one for part in parts for one in _known(model, part, key="model.freeze").values()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     if parts and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"model.freeze: nothing is left to train without {', '.join(parts)}", hint="leave one out")
+    return frozenset(map(id, frozen))
 
 
 def learning_rates(model: nn.Module, rates: Mapping[str, float]) -> dict[int, float]:

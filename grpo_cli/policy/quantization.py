@@ -6,7 +6,7 @@ with the rounded weights computes, whatever else is in the batch; so engines and
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -53,6 +53,26 @@ def quantization_config(section: ModelSection) -> Any:
         bnb_4bit_quant_type=section.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
     )
+
+
+def check_whole(config: Any, name: str) -> None:
+    """Refuse a checkpoint whose weights are quantized already.
+
+    Args:
+        config: A transformers configuration.
+        name: What the recipe calls the model.
+
+    Raises:
+        ModelError: If it is one, of whatever kind: in some the adapters' layers are not found, in others products depend on the batch.
+    """
+    for one in (config, config.get_text_config()):
+        found = getattr(one, "quantization_config", None)
+        if found:
+            kind = (found if isinstance(found, Mapping) else vars(found)).get("quant_method", "of an unknown kind")
+            raise ModelError(
+                f"model.name_or_path: {name} has quantized weights ({getattr(kind, 'value', kind)}); allowed: a model with whole weights",
+                hint="name the model that it was made of; with model.quantization: 4bit or 8bit its weights are rounded while it is loaded",
+            )
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -107,12 +127,14 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        return nn.functional.linear(inputs, dequantized(layer).to(inputs.dtype))
+        with torch.autocast(inputs.device.type, enabled=False):  # it would choose another precision than was asked for
+            return nn.functional.linear(inputs, dequantized(layer).to(inputs.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ dequantized(ctx.layer).to(gradient.dtype), None
+        with torch.autocast(gradient.device.type, enabled=False):
+            return gradient @ dequantized(ctx.layer).to(gradient.dtype), None
 
 
 @dataclass(frozen=True, slots=True)

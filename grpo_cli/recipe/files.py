@@ -18,19 +18,20 @@ _PACKAGE_PREFIX = "package://"
 _HEAD_SLICE = re.compile(r"\[:(\d+)\]$")
 
 
-def missing_things(recipe: Recipe, folder: Path) -> Iterator[Finding]:
+def missing_things(recipe: Recipe, folder: Path, *, resumes: bool = False) -> Iterator[Finding]:
     """Run all checks that look at files and modules; nothing is imported or loaded.
 
     Args:
         recipe: Its values are allowed, each by itself.
         folder: The recipe's folder.
+        resumes: Whether a run is to be resumed, so that adapters it went on from are not needed where they were.
     """
     yield from _reward_paths(recipe, folder)
     yield from _answer_functions(recipe, folder)
     for key, dataset in dataset_sections(recipe):
         yield from _dataset_source(key, dataset, folder)
     yield from _rows_for_a_step(recipe, folder)
-    yield from _model_files(recipe, folder)
+    yield from _model_files(recipe, folder, resumes=resumes)
     if recipe.vllm.token_file is not None:
         yield from wrong_token_file(recipe.vllm.token_file, folder)
 
@@ -96,12 +97,13 @@ def _rows_for_a_step(recipe: Recipe, folder: Path) -> Iterable[Finding]:
         )
 
 
-def _model_files(recipe: Recipe, folder: Path) -> Iterable[Finding]:
+def _model_files(recipe: Recipe, folder: Path, *, resumes: bool) -> Iterable[Finding]:
     model = recipe.model
+    begun = None if model.lora is None or resumes else model.lora.adapter_name_or_path
     models = {
         "model.name_or_path": model.name_or_path,
         "model.tokenizer_name_or_path": model.tokenizer_name_or_path,
-        "model.lora.adapter_name_or_path": None if model.lora is None else model.lora.adapter_name_or_path,
+        "model.lora.adapter_name_or_path": begun,
     }
     for key, name in models.items():
         if name and name.startswith(_PACKAGE_PREFIX):

@@ -43,13 +43,16 @@ class LoadedRecipe:
     chosen: frozenset[str]
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, look_for_files: bool = True) -> LoadedRecipe:
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), *, look_for_files: bool = True, resumes: bool = False
+) -> LoadedRecipe:
     """Read a recipe and check all that can be checked before a model loads.
 
     Args:
         path: A YAML file.
         overrides: `key=value`, laid over the file.
         look_for_files: Also see that what it names on disk and in Python is there. A machine that only samples needs little of it.
+        resumes: Whether a run is to be resumed. Its checkpoints hold the adapters that it went on from, which may be gone.
 
     Raises:
         RecipeError: With every problem of the recipe.
@@ -67,7 +70,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, look_for_files: bo
     problems += [*unresolved, *(problem for problem in checked.problems if problem.key not in blamed)]
     recipe = _build(checked)
     folder = path.parent.resolve()
-    findings = [*impossible_combinations(recipe), *(missing_things(recipe, folder) if look_for_files else ())]
+    missing = missing_things(recipe, folder, resumes=resumes) if look_for_files else ()
+    findings = [*impossible_combinations(recipe), *missing]
     refused = checked.refused | blamed
     problems += [_as_problem(finding, root) for finding in findings if not _depends_on(finding, refused)]
     if problems:

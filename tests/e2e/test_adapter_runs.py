@@ -21,7 +21,7 @@ EVERYTHING = {
 
 
 def test_a_run_with_everything_is_resumed_bit_for_bit(tiny_model_folder: Path, tmp_path: Path) -> None:
-    """It goes on from adapters, with a reference that stays where these were."""
+    """It goes on from adapters, with a reference that stays where these were, whatever becomes of their folder."""
     experiment = make_experiment(
         tmp_path,
         tiny_model_folder,
@@ -32,7 +32,8 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(tiny_model_folder: Path, t
     first = experiment.output("first") / "final"
     changes = {"model.lora.adapter_name_or_path": first, "model.lora.dropout": 0.2}
     train(experiment, "whole", changes)
-    stop_at_every_step(experiment, "stopped", changes)
+    stop_at_every_step(experiment, "stopped", changes, after=lambda: first.rename(first.with_name("moved")))
+    first.with_name("moved").rename(first)
     assert_same_run(experiment.output("stopped"), experiment.output("whole"))
     train(experiment, "without", {**changes, "model.lora.dropout": 0, "train.max_steps": 3})
     told = [record["kl"] for record in records(experiment.output("without"))]

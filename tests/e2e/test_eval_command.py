@@ -227,6 +227,10 @@ def test_adapters_are_evaluated_on_their_model(experiment: Experiment, warm: War
     found = document(evaluated(warm, experiment, "out", "--model", "final"))
     assert found["label"] == "run-final"
     assert found["datasets"]["letters"]["metrics"]["avg@4"]["value"] == last["eval/letters/avg@4"]
+    begun = f"model.lora.adapter_name_or_path={experiment.output() / 'final'}"
+    assert document(evaluated(warm, experiment, "begun", begun))["datasets"] == found["datasets"], (
+        "without --model, too"
+    )
 
 
 @pytest.mark.slow

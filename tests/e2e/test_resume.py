@@ -7,7 +7,7 @@ counts its calls, AdamW, schedule, checkpoints on disk. Stops are real signals.
 import itertools
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ def train(
 ) -> None:
     changes = {"train.output_dir": experiment.output(output), **(changes or {})}
     overrides = [f"{key}={value}" for key, value in changes.items()]
-    run(load_recipe(experiment.recipe, overrides), resume=resume)
+    run(load_recipe(experiment.recipe, overrides, resumes=resume is not None), resume=resume)
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
@@ -44,14 +44,22 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) ->
     monkeypatch.setattr(Trainer, "_train_step", train_step)
 
 
-def stop_at_every_step(experiment: Experiment, output: str, changes: Mapping[str, object] | None = None) -> None:
-    """Train with a stop after each step; the first and every later start is `--resume`."""
+def stop_at_every_step(
+    experiment: Experiment,
+    output: str,
+    changes: Mapping[str, object] | None = None,
+    *,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Train with a stop after each step; the first and every later start is `--resume`. After the first stop something may happen."""
     for step in range(1, STEPS):
         with pytest.MonkeyPatch.context() as monkeypatch:
             stop_after(step, monkeypatch)
             with pytest.raises(Interrupted) as caught:
                 train(experiment, output, changes, resume="newest")
             assert caught.value.exit_code == 143
+        if step == 1:
+            after()
     train(experiment, output, changes, resume="newest")
 
 

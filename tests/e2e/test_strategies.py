@@ -8,6 +8,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment, records, weights
 from many_processes import Job, Launched, assert_close, overrides, start_forked, train_in_forked
+from safetensors.torch import load_file
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 from warm_start import WarmStart
@@ -102,6 +103,46 @@ def test_a_checkpoint_is_that_of_any_strategy_and_any_number_of_processes(
         exact = weights(experiment.output(whole))
         assert all(torch.equal(value, exact[key]) for key, value in weights(experiment.output(resumed)).items())
     AutoModelForCausalLM.from_pretrained(experiment.output("parts") / "final")
+
+
+def test_adapters_are_resumed_and_their_reference_kept_where_weights_are_in_parts(
+    experiment: Experiment, warm: WarmStart
+) -> None:
+    """With magnitudes, which are measured on weights that no process has all of."""
+    learning: dict[str, object] = {"grpo.beta": 0.1, "train.learning_rate": 0.01, "train.save_steps": 3}
+    first = experiment.output("first adapters")
+    new = {"model.lora": "{r: 2, use_dora: true, modules_to_save: [norm]}", "train.max_steps": 1}
+    run(load_recipe(experiment.recipe, overrides({**learning, **new, "train.output_dir": first})))
+    learning |= {"model.lora.adapter_name_or_path": first / "final"}
+
+    def job(strategy: str, output: str, begins: str | None = None) -> Job:
+        changes = {**learning, **settings(strategy), "train.output_dir": experiment.output(output)}
+        resume = None if begins is None else str(experiment.output(begins) / "checkpoints" / "step-000003")
+        return experiment.recipe, changes, resume
+
+    run(load_recipe(experiment.recipe, overrides(job("ddp", "whole adapters")[1])))
+    jobs = []
+    for strategy in ("fsdp2", "deepspeed_zero3"):
+        fresh = {**new, **settings(strategy), "train.output_dir": experiment.output(f"fresh {strategy}")}
+        jobs += [
+            (experiment.recipe, {**learning, "model.lora.adapter_name_or_path": "null", **fresh}, None),
+            job(strategy, strategy),
+            job(strategy, f"{strategy} again", strategy),
+        ]
+    train_in_forked(warm, 2, jobs)
+    begun, expected = weights(first), weights(experiment.output("whole adapters"))
+    for strategy in ("fsdp2", "deepspeed_zero3"):
+        fresh_weights = weights(experiment.output(f"fresh {strategy}"))
+        for key, value in fresh_weights.items():
+            torch.testing.assert_close(value, begun[key], rtol=1e-4, atol=2e-5, msg=f"fresh {strategy}: {key}")
+        kept = experiment.output(strategy) / "checkpoints" / "step-000003" / "reference" / "adapter_model.safetensors"
+        assert all(torch.equal(value, begun[key]) for key, value in load_file(kept).items())
+        found = weights(experiment.output(strategy))
+        assert found.keys() == expected.keys() == load_file(kept).keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-4, msg=f"{strategy}: {key}")
+        resumed = weights(experiment.output(f"{strategy} again"))
+        assert all(torch.equal(value, found[key]) for key, value in resumed.items())
 
 
 def test_one_process_is_a_group_of_its_own(experiment: Experiment, warm: WarmStart) -> None:

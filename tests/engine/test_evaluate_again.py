@@ -45,7 +45,7 @@ def evaluated(experiment: Experiment, output: str, *overrides: str, overwrite: b
     """Evaluate, and give the folder of the recipe's model."""
     loaded = load_recipe(experiment.recipe, list(overrides))
     folder = experiment.output(output)
-    evaluate(loaded, evaluated_models([], loaded.recipe), output=folder, overwrite=overwrite)
+    evaluate(loaded, evaluated_models([], loaded), output=folder, overwrite=overwrite)
     return next(path.parent for path in folder.glob("*/eval.json"))
 
 

@@ -10,6 +10,7 @@ from grpo_cli.engine.checkpoint_store import BestCheckpoint, CheckpointStore
 from grpo_cli.engine.evaluated_model import EvaluatedModel, evaluated_models
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import CheckpointError, ModelError
+from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import DatasetSection, LoraSection, ModelSection, Recipe, RewardsSection, TrainSection
 
 
@@ -42,13 +43,33 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
 
 
 def found(recipe: Recipe, *names: object) -> list[EvaluatedModel]:
-    return evaluated_models([str(name) for name in names], recipe)
+    output = Path(recipe.train.output_dir)
+    loaded = LoadedRecipe(
+        recipe=recipe, path=output.parent / "recipe.yaml", folder=output.parent, notices=(), chosen=frozenset()
+    )
+    return evaluated_models([str(name) for name in names], loaded)
 
 
 def test_without_a_name_it_is_the_recipes_model_whose_adapters_nobody_trained(recipe: Recipe) -> None:
     (model,) = found(recipe)
     assert model.section == replace(recipe.model, lora=None)
     assert (model.label, model.adapters) == ("org-base", None)
+
+
+def test_adapters_that_the_recipe_goes_on_from_are_part_of_its_model(recipe: Recipe, tmp_path: Path) -> None:
+    settings = {
+        "peft_type": "LORA", "base_model_name_or_path": "org/base", "revision": "abc", "r": 4, "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+    }  # fmt: skip
+    make_model(tmp_path / "begun")
+    (tmp_path / "begun" / "adapter_config.json").write_text(json.dumps(settings))
+    recipe = replace(
+        recipe, model=replace(recipe.model, freeze=["lm_head"], lora=LoraSection(adapter_name_or_path="begun"))
+    )
+    (model,) = found(recipe)
+    lora = LoraSection(r=4, alpha=8, target_modules=["q_proj"], adapter_name_or_path="begun")
+    assert model.section == replace(recipe.model, lora=lora, freeze=[])
+    assert (model.label, model.adapters) == ("begun", tmp_path / "begun")
 
 
 def test_a_hub_id_comes_with_its_own_tokenizer_and_revision(recipe: Recipe) -> None:

@@ -37,7 +37,7 @@ def evaluated(experiment: Experiment, output: str, lie: Lie | None = None) -> by
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("grpo_cli.engine.vllm_rollouts.open_colocated", copying)
         loaded = load_recipe(experiment.recipe, [] if lie is None else ["vllm.mode=colocate"])
-        evaluate(loaded, evaluated_models([], loaded.recipe), output=folder, overwrite=False)
+        evaluate(loaded, evaluated_models([], loaded), output=folder, overwrite=False)
     (found,) = folder.glob("*/eval.json")
     return found.read_bytes()
 

@@ -8,8 +8,9 @@ import pytest
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies import choice
-from grpo_cli.engine.strategies.choice import SHARE_OF_MEMORY, automatic_strategy, deepspeed_settings
+from grpo_cli.engine.strategies.choice import SHARE_OF_MEMORY, automatic_strategy, copy_bytes, deepspeed_settings
 from grpo_cli.errors import RecipeError
+from grpo_cli.policy.load import load_shapes
 from grpo_cli.recipe.schema import DistributedSection, GrpoSection, LoraSection, ModelSection, Recipe, TrainSection
 
 
@@ -58,6 +59,21 @@ def test_adapters_need_little_more_than_the_weights(tiny_model_folder: Path, mon
     monkeypatch.setattr(choice, "total_memory", lambda _device: memory)
     recipe = recipe_of(tiny_model_folder, lora=LoraSection(r=2), beta=0.1)
     assert automatic_strategy(recipe, tiny_model_folder, TwoProcesses())[0] == "ddp"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_copies_that_are_trained_whole_are_counted(beta: float, tiny_model_folder: Path) -> None:
+    """Each has a gradient and two moments; the kept reference is one more. What is frozen has neither."""
+    model = load_shapes(ModelSection(name_or_path=str(tiny_model_folder)), folder=tiny_model_folder)
+    weights, embedding = (sum(one.nbytes for one in part.parameters()) for part in (model, model.model.embed_tokens))
+    ends = ["embed_tokens", "lm_head"]  # one matrix in this model
+    new, old = LoraSection(modules_to_save=ends), LoraSection(modules_to_save=ends, adapter_name_or_path="begun")
+    assert copy_bytes(recipe_of(tiny_model_folder, lora=new, beta=beta), model) == weights + 4 * embedding
+    kept = 5 if beta else 4
+    assert copy_bytes(recipe_of(tiny_model_folder, lora=old, beta=beta), model) == weights + kept * embedding
+    frozen = recipe_of(tiny_model_folder, beta=beta)
+    frozen.model.freeze = ["embed_tokens"]
+    assert copy_bytes(frozen, model) == (2 if beta else 1) * weights + 3 * (weights - embedding)
 
 
 def test_one_process_has_everything(tiny_model_folder: Path) -> None:

@@ -261,3 +261,20 @@ def test_the_prompts_of_a_stream_are_not_guessed() -> None:
     loaded = load_recipe(Path("recipes/quickstart.yaml"), ["dataset.streaming=true", "train.max_steps=5"])
     with pytest.raises(DataError, match="stream"):
         longest_prompt(loaded.recipe, loaded.folder)
+
+
+def test_frozen_parts_have_no_gradients(tiny_model_folder: Path) -> None:
+    """One of two layers is trained, or gets adapters."""
+
+    def trained(*changes: str) -> int:
+        recipe = load_recipe(
+            Path("recipes/quickstart.yaml"),
+            [f"model.name_or_path={tiny_model_folder}", "dataset.max_prompt_length=8", *changes],
+        ).recipe
+        return plan_training(recipe, folder=tiny_model_folder, machine=machine_of(1)).trained_parameters
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    layer = sum(one.numel() for one in model.model.layers[0].parameters())
+    frozen = "model.freeze=[model.layers.0]"
+    assert trained() - trained(frozen) == layer
+    assert trained("model.lora={r: 2}", frozen) == trained("model.lora={r: 2}") // 2

@@ -9,7 +9,7 @@ import torch
 from padded_calls import GROUP, SAMPLING, SEGMENTS, backward, gradients, in_parts, whole
 from peft.tuners.lora import LoraLayer
 
-from grpo_cli.policy.adapter_dropout import dropped_inputs
+from grpo_cli.policy.adapter_dropout import DroppedInputs, dropped_inputs
 from grpo_cli.policy.adapters import without_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
@@ -105,3 +105,10 @@ def test_the_reference_has_none(policy: PolicyModel) -> None:
         expected = logps(policy)
         with dropped_inputs(policy.model, 7, 0):
             assert torch.equal(logps(policy), expected)
+
+
+def test_a_mask_goes_to_where_the_inputs_are() -> None:
+    """Weights that are kept elsewhere come to the inputs, too."""
+    dropping = DroppedInputs(0.5)
+    dropping.mask = torch.tensor([0.0, 2.0])
+    assert dropping(torch.ones(3, 2, device="meta", dtype=torch.bfloat16)).device.type == "meta"

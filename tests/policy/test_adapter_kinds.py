@@ -9,6 +9,7 @@ import pytest
 import torch
 from padded_calls import GROUP, SAMPLING, load
 from peft import PeftModel
+from safetensors.torch import load_file
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -61,6 +62,12 @@ def logps(model: Any, *, shared: bool = False) -> torch.Tensor:
         found: torch.Tensor = policy((GROUP,)).logps
     policy.feed_prompts_apart()
     return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -162,7 +169,39 @@ def test_where_a_run_goes_on_from_is_the_reference_and_stays_there(kind: str, fo
     assert torch.equal(logps(resumed), said)
     with with_reference_adapters(resumed):
         assert torch.equal(logps(resumed), began)
+    save_adapters(model, tmp_path / "reference", adapter="reference")
+    assert_same_tensors(tmp_path / "reference", tmp_path / "first")
     assert not adapted(folder, **settings).peft_config.keys() - {"default"}, "no reference is asked for"
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["down_proj"]])
+def test_new_magnitudes_change_nothing_beside_bfloat16_weights(targets: list[str], folder: Path) -> None:
+    """The lengths of rows are not rounded to the precision of the weights."""
+    lora = LoraSection(r=2, use_dora=True, target_modules=targets)
+    section = ModelSection(name_or_path=str(folder), dtype="bfloat16", lora=lora)
+    model = load_model(section, folder=folder)
+    said = logps(model)
+    with without_adapters(model):
+        assert torch.equal(logps(model), said)
+    for name, one in model.named_parameters():
+        if ".lora_magnitude_vector." in name:
+            weight = model.get_parameter(f"{name.partition('.lora_')[0]}.base_layer.weight")
+            torch.testing.assert_close(one, weight.float().norm(dim=1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "magnitudes"])
+def test_the_reference_is_not_rounded_to_the_precision_of_the_weights(kind: str, folder: Path, tmp_path: Path) -> None:
+    def begun(**more: Any) -> Any:
+        lora = LoraSection(r=2, use_dora=kind == "magnitudes", **more)
+        section = ModelSection(name_or_path=str(folder), dtype="bfloat16", lora=lora)
+        return load_model(section, folder=folder, keeps_reference=bool(more))
+
+    first = begun()
+    train_a_little(first)
+    save_adapters(first, tmp_path / "first")
+    model = begun(adapter_name_or_path=str(tmp_path / "first"))
+    with with_reference_adapters(model):
+        assert torch.equal(logps(model), logps(first))
 
 
 def test_settings_are_read_as_they_were_written(folder: Path, tmp_path: Path) -> None:

@@ -41,12 +41,50 @@ def test_frozen_parts_are_not_trained(vision_folder: Callable[[str], Path]) -> N
     assert trained == {name for name in parameters_of(model, "language_model") if not name.startswith("lm_head")}
 
 
-def test_adapters_of_frozen_parts_are_frozen_too(vision_folder: Callable[[str], Path]) -> None:
+def test_frozen_parts_get_no_adapters(vision_folder: Callable[[str], Path]) -> None:
     model = _model(vision_folder("smolvlm"), freeze=["vision_tower"], lora=LoraSection(r=2))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all("lora" in name for name in trained)
+    assert trained == {name for name, _ in model.named_parameters() if "lora" in name}
     assert any("connector" in name for name in trained)
     assert not any("vision_model" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "lora", "expected"),
+    [
+        (
+            ["vision_tower"],
+            LoraSection(target_modules=["k_proj"]),
+            "target_modules: .*vision_model.*k_proj is in a part",
+        ),
+        (
+            ["lm_head"],
+            LoraSection(modules_to_save=["lm_head"]),
+            "modules_to_save: lm_head is in a part that stays as it",
+        ),
+        (["self_attn", "mlp", "connector"], LoraSection(), "model.freeze: it leaves no linear layer"),
+    ],
+)
+def test_what_stays_as_it_is_cannot_be_adapted(
+    freeze: list[str], lora: LoraSection, expected: str, *, vision_folder: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ModelError, match=expected):
+        _model(vision_folder("smolvlm"), freeze=freeze, lora=lora)
+
+
+def test_adapters_beside_frozen_parts_are_saved_and_loaded(tiny_model_folder: Path, tmp_path: Path) -> None:
+    lora = LoraSection(r=2, modules_to_save=["norm"])
+    section = ModelSection(name_or_path=str(tiny_model_folder), freeze=["mlp", "model.layers.0"], lora=lora)
+    model = load_model(section, folder=tmp_path)
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert len(trained) == 2 * 4 + 1, "two matrices for each projection of the second layer's attention, and the norm"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.requires_grad)
+    save_adapters(model, tmp_path / "saved")
+    again = load_model(section, folder=tmp_path, adapters=tmp_path / "saved")
+    for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,22 @@ def test_weights_are_rounded_and_a_layer_multiplies_with_what_they_became(kind: 
             torch.testing.assert_close(gradient, rounded.sum(dim=0).expand(5, 64), rtol=1e-4, atol=1e-4)
 
 
+def test_products_are_computed_in_the_precision_that_was_asked_for(kind: str, folder: Path) -> None:
+    """In autocast, too, which would choose bfloat16: 8 bits of a number."""
+    layer = next(one for one in load_model(section_of(kind, folder), folder=folder).modules() if is_quantized(one))
+    product_of: Any = quantization._FrozenProduct.apply
+    rows = torch.randn(5, 64, requires_grad=True)
+    for inner, most in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product = product_of(rows.to(inner), layer)
+            (gradient,) = torch.autograd.grad(product.sum(), rows)
+        expected = rows @ dequantized(layer).t()
+        assert product.dtype == inner
+        assert (product - expected).norm() < most * expected.norm()
+        wanted = dequantized(layer).sum(dim=0).expand(5, 64)
+        assert (gradient - wanted).norm() < most * wanted.norm()
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_what_is_sent_says_what_the_policy_says(kind: str, dora: bool, folder: Path) -> None:
     model, plain = trained(kind, folder, use_dora=dora), load(folder)

@@ -16,8 +16,8 @@ class LoraSection:
     )
     target_modules: list[str] = option(
         factory=lambda: ["all-linear"],
-        help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head, "
-        "and in a mixture of experts all but routers and feed-forward layers.",
+        help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head "
+        "and the parts in `model.freeze`, and in a mixture of experts all but routers and feed-forward layers.",
     )
     use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
     use_dora: bool = option(

@@ -19,6 +19,7 @@ from grpo_cli.recipe.schema import LoraSection, VllmSection
 from grpo_cli.recipe.suggest import did_you_mean
 from grpo_cli.recipe.vllm_rules import taken_engine_arguments
 from grpo_cli.rollout.sync.adapters import room_for
+from grpo_cli.vision.inputs import is_vision_language
 
 FIT_TO_MEMORY = -1
 """`max_model_len` for which vLLM takes the model's own, or less if a sequence of that length does not fit into its cache."""
@@ -103,16 +104,24 @@ def _for_images(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"limit_mm_per_prompt": {"video": 0}} | scaled | ({"mm_processor_kwargs": dict(options)} if options else {})
 
 
-def lora_rank_to_send(section: VllmSection, lora: LoraSection | None) -> int | None:
+def lora_rank_to_send(section: VllmSection, lora: LoraSection | None, *, config: Any) -> int | None:
     """Give the rank of the adapters that vLLM, if it samples, is given as such; None: there are none, or they are merged into the weights.
 
-    It takes no magnitudes (DoRA), and no whole modules beside adapters.
+    It takes no magnitudes (DoRA), no whole modules beside adapters, and none in what encodes images, whether prompts have some or not.
 
     Args:
         section: The recipe's `vllm:`.
         lora: The recipe's `model.lora`.
+        config: The model's configuration.
     """
-    if lora is None or section.merge_adapters or lora.use_dora or lora.modules_to_save or room_for(lora.r) is None:
+    if (
+        lora is None
+        or is_vision_language(config)
+        or section.merge_adapters
+        or lora.use_dora
+        or lora.modules_to_save
+        or room_for(lora.r) is None
+    ):
         return None
     return lora.r
 
