@@ -61,7 +61,7 @@ def test_adapters_that_the_recipe_goes_on_from_are_part_of_its_model(recipe: Rec
         "peft_type": "LORA", "base_model_name_or_path": "org/base", "revision": "abc", "r": 4, "lora_alpha": 8,
         "target_modules": ["q_proj"],
     }  # fmt: skip
-    make_model(tmp_path / "begun")
+    make_model(tmp_path / "begun", "adapter_model.safetensors")
     (tmp_path / "begun" / "adapter_config.json").write_text(json.dumps(settings))
     recipe = replace(
         recipe, model=replace(recipe.model, freeze=["lm_head"], lora=LoraSection(adapter_name_or_path="begun"))

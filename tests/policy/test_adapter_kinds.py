@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from grpo_cli.policy.adapters import (
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.head import is_plain_linear
 from grpo_cli.policy.load import load_model
+from grpo_cli.policy.merge import merged_model
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -249,3 +251,26 @@ def test_modules_that_cannot_be_trained_whole_are_refused(tiny_model_folder: Pat
     ):
         with pytest.raises(ModelError, match=rf"model\.lora\.modules_to_save: .*{message}"):
             adapted(tiny_model_folder, modules_to_save=names)
+
+
+def test_a_model_that_sees_has_all_kinds_and_is_merged_to_one_that_says_the_same(
+    vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Magnitudes in the vision tower and the projector, too, and norms of the text model that are trained whole."""
+    folder = vision_folder("qwen2_5_vl")
+    settings: dict[str, Any] = {"use_dora": True, "modules_to_save": ["input_layernorm"]}
+    model = adapted(folder, **settings)
+    adapters = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert any(".visual." in name and ".lora_magnitude_vector." in name for name in adapters)
+    before = logps(model)
+    train_a_little(model)
+    said = logps(model)
+    assert (said - before).abs().max() > 0.05
+    save_adapters(model, tmp_path)
+    again = adapted(folder, trained=tmp_path, **settings)
+    for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    ours, theirs = dict(MergedWeights(model, NamedWeights(model))), dict(merged_model(tmp_path).named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
