@@ -239,7 +239,6 @@ def load_inputs(loaded: LoadedRecipe) -> Inputs:
         folder=folder,
         output_dir=Path(recipe.train.output_dir),
         checkpoint=None,
-        state=None,
         processes=processes,
         strategy=Replicas(processes),
         tokenizer=tokenizer,

@@ -99,9 +99,9 @@ def test_only_prompts_that_are_asked_for_are_built(monkeypatch: pytest.MonkeyPat
     built: list[int] = []
     encode = PromptBuilder.encode
 
-    def counted(builder: PromptBuilder, rows: Any, uids: Any) -> Any:
+    def counted(builder: PromptBuilder, rows: Any, uids: Any, **options: Any) -> Any:
         built.append(len(rows))
-        return encode(builder, rows, uids)
+        return encode(builder, rows, uids, **options)
 
     monkeypatch.setattr(PromptBuilder, "encode", counted)
     for places in ([0, 3, 11, 12], [], [14]):

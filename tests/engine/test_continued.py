@@ -83,7 +83,8 @@ def test_other_rounded_weights_below_are_told(tiny_model_folder: Path, trained: 
 def test_fewer_layers_than_the_recipe_names_are_told(tiny_model_folder: Path, trained: Path) -> None:
     told = f"{KEY}: they are on 2 layers, and all-linear would be 14; those are trained that have some"
     assert going_on(tiny_model_folder, trained, "target_modules").notices == (told,)
-    frozen = ["mlp", "k_proj", "v_proj", "o_proj"]
+    kinds = ("mlp", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    frozen = [f"layers.{layer}.{kind}" for layer in range(2) for kind in kinds]
     assert going_on(tiny_model_folder, trained, "target_modules", freeze=frozen).notices == ()
 
 

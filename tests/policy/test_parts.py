@@ -62,7 +62,11 @@ def test_frozen_parts_get_no_adapters(vision_folder: Callable[[str], Path]) -> N
             LoraSection(modules_to_save=["lm_head"]),
             "modules_to_save: lm_head is in a part that stays as it",
         ),
-        (["self_attn", "mlp", "connector"], LoraSection(), "model.freeze: it leaves no linear layer"),
+        (
+            ["vision_tower", "projector", "text_model.layers"],
+            LoraSection(),
+            "model.freeze: it leaves no linear layer",
+        ),
     ],
 )
 def test_what_stays_as_it_is_cannot_be_adapted(
@@ -74,7 +78,7 @@ def test_what_stays_as_it_is_cannot_be_adapted(
 
 def test_adapters_beside_frozen_parts_are_saved_and_loaded(tiny_model_folder: Path, tmp_path: Path) -> None:
     lora = LoraSection(r=2, modules_to_save=["norm"])
-    section = ModelSection(name_or_path=str(tiny_model_folder), freeze=["mlp", "model.layers.0"], lora=lora)
+    section = ModelSection(name_or_path=str(tiny_model_folder), freeze=["layers.1.mlp", "model.layers.0"], lora=lora)
     model = load_model(section, folder=tmp_path)
     trained = [name for name, one in model.named_parameters() if one.requires_grad]
     assert len(trained) == 2 * 4 + 1, "two matrices for each projection of the second layer's attention, and the norm"

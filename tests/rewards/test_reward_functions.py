@@ -55,7 +55,7 @@ def test_every_shipped_reward_ignores_other_columns_and_says_where_it_comes_from
         for name, function in inspect.getmembers(importlib.import_module(f"rewards.{module.name}"), inspect.isfunction)
         if function.__module__ == f"rewards.{module.name}" and not name.startswith("_") and name != "last_boxed"
     ]
-    assert len(functions) == 14
+    assert len(functions) == 15
     for function in [*functions, PassedTests, Judge]:
         called: Any = getattr(function, "__call__") if isinstance(function, type) else function  # noqa: B004, B009
         kinds = [parameter.kind for parameter in inspect.signature(called).parameters.values()]
