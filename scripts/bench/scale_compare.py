@@ -31,8 +31,8 @@ from rich.console import Console
 
 from bench.compare import processor
 from bench.measure import resident_bytes
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES
-from bench.scale_report import main_table, prompts_table, ranks_table
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES
+from bench.scale_report import exchanges_table, main_table, prompts_table, ranks_table, spread_table
 from bench.scale_step import (
     COMPLETION_TOKENS,
     NUM_GENERATIONS,
@@ -40,7 +40,7 @@ from bench.scale_step import (
     prompt_builder,
     prompt_rows,
 )
-from bench.scale_worker import timed
+from bench.scale_worker import SPREAD, timed
 from bench.worker import Worker
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
@@ -58,6 +58,9 @@ SAMPLER = ("start", "first draw", "later draw", "checkpoint", "resume", "resumed
 Times = dict[str, dict[int, list[float]]]
 """By what was measured, then by number of ranks or prompts, the seconds of each turn."""
 
+Exchanges = dict[str, dict[int, tuple[int, ...]]]
+"""By stage, then by number of ranks, how often a rank exchanges something, and the bytes that it gets."""
+
 T = TypeVar("T")
 
 
@@ -70,13 +73,15 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     prompts, held_bytes = _measure_prompts(arguments.prompts, arguments.repeats)
     console.print(prompts_table(prompts, held_bytes))
-    ranks = _measure_ranks(arguments.ranks, arguments.repeats)
+    ranks, exchanges = _measure_ranks(arguments.ranks, arguments.repeats)
     console.print(ranks_table({name: ranks[name] for name in RANK_STAGES}, {name: ranks[name] for name in RANK_PARTS}))
     console.print(main_table({name: ranks[name] for name in MAIN_STAGES}))
+    console.print(spread_table({name: ranks[SPREAD + name] for name in SPREAD_STAGES}))
+    console.print(exchanges_table(exchanges))
     conditions = _conditions()
     console.print(", ".join(f"{name} {value}" for name, value in conditions.items()), highlight=False, soft_wrap=True)
     if arguments.json is not None:
-        record = {**conditions, "ranks": ranks, "prompts": prompts, "held_bytes": held_bytes}
+        record = {**conditions, "ranks": ranks, "exchanges": exchanges, "prompts": prompts, "held_bytes": held_bytes}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -108,10 +113,11 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _measure_ranks(counts: Sequence[int], repeats: int) -> Times:
-    """Measure every stage with every number of ranks, in turns."""
+def _measure_ranks(counts: Sequence[int], repeats: int) -> tuple[Times, Exchanges]:
+    """Measure every stage with every number of ranks, in turns; and count what a rank exchanges in each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    times: Times = {name: {count: [] for count in counts} for name in (*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES)}
+    names = (*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES, *(SPREAD + name for name in SPREAD_STAGES))
+    times: Times = {name: {count: [] for count in counts} for name in names}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         workers = {}
@@ -124,7 +130,8 @@ def _measure_ranks(counts: Sequence[int], repeats: int) -> Times:
             for count, worker in workers.items():
                 for name, seconds in worker.ask("turn").items():
                     times[name][count].append(seconds)
-    return times
+        told = {count: worker.ask("exchanges") for count, worker in workers.items()}
+    return times, {name: {count: tuple(told[count][name]) for count in counts} for name in RANK_STAGES}
 
 
 def _measure_prompts(counts: Sequence[int], repeats: int) -> tuple[Times, dict[int, int]]:

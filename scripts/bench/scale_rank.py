@@ -24,7 +24,7 @@ from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.engine.collecting import groups_message
 from grpo_cli.engine.division import Division
 from grpo_cli.engine.handing_out import handed_out
-from grpo_cli.engine.rewarding import Drawn, RewardedByMain, rewards_message
+from grpo_cli.engine.rewarding import Drawn, RewardedByEach, RewardedByMain, rewards_message
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
@@ -51,10 +51,14 @@ class SimulatedStep:
         count: Number of ranks.
         sampler: Draws the prompts of this step, and of others.
         prompts_per_rank: How many each samples.
+
+    Attributes:
+        processes: The ranks as the stage that was prepared last sees them, and what they have exchanged.
     """
 
     def __init__(self, count: int, sampler: PromptSampler, prompts_per_rank: int) -> None:
         self.count = count
+        self.processes = SimulatedProcesses(rank=0, count=count)
         self.sampler = sampler
         self.prompts = sampler.take(count * prompts_per_rank)
         self.groups = made_up_groups(self.prompts)
@@ -112,6 +116,17 @@ class SimulatedStep:
             scorer=self._scorer(self.scored_of(rank)), processes=processes, division=self.division(rank)
         )
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
+        return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
+
+    def score_own(self, rank: int) -> Callable[[], object]:
+        """With `rewards.spread`, and where nothing is recorded, a rank scores what it sampled."""
+        rewarding = RewardedByEach(
+            scorer=self._scorer(self.scored_of(rank)),
+            processes=self._processes(rank),
+            division=self.division(rank),
+            records=lambda _step: False,
+        )
+        drawn = Drawn(count=len(self.prompts), prompts={place: self.prompts[place] for place in self.places(rank)})
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
 
     def compute_advantages(self, rank: int) -> Callable[[], object]:
@@ -190,7 +205,8 @@ class SimulatedStep:
         return sent
 
     def _processes(self, rank: int) -> SimulatedProcesses:
-        return SimulatedProcesses(rank=rank, count=self.count)
+        self.processes = SimulatedProcesses(rank=rank, count=self.count)
+        return self.processes
 
     def _scorer(self, scored: Sequence[ScoredGroup]) -> Any:
         return MadeUpScorer(scored)
@@ -206,6 +222,14 @@ RANK_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | Non
     "pass for the gradient": SimulatedStep.pass_for_gradient,
 }
 """The stages of a step around the model, in their order, for any rank but the main one."""
+
+SPREAD_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
+    "score own completions" if name == "get rewards" else name: (
+        SimulatedStep.score_own if name == "get rewards" else stage
+    )
+    for name, stage in RANK_STAGES.items()
+}
+"""The same for every rank, the main one too, with `rewards.spread` and where nothing is recorded."""
 
 RANK_PARTS: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
     "merge metrics": SimulatedStep.merge_metrics,

@@ -43,6 +43,30 @@ def main_table(stages: Seconds) -> Table:
     return table
 
 
+def spread_table(stages: Seconds) -> Table:
+    """Draw the table of the main rank where every rank scores and nothing is recorded."""
+    table = _table(
+        "The main rank's time, ms a step, with `rewards.spread` where completions are not recorded",
+        "As for any other rank.",
+        ["stage", *_columns(stages)],
+    )
+    _add_stages(table, stages, {})
+    return table
+
+
+def exchanges_table(exchanges: Mapping[str, Mapping[int, Sequence[int]]]) -> Table:
+    """Draw the table of how often a rank waits for others, and what it gets then."""
+    sizes = list(next(iter(exchanges.values())))
+    table = _table(
+        "Exchanges of a rank, and KiB that it gets in them",
+        "Each is one wait for the slowest and the network, whose time is not measured here.",
+        ["stage", *map(_ranks, sizes)],
+    )
+    for name, told in exchanges.items():
+        table.add_row(name, *(f"{told[size][0]}, {told[size][1] / 1024:,.1f} KiB" for size in sizes))
+    return table
+
+
 def _shape(stages: Seconds) -> tuple[int, int, int]:
     """Give the baseline, the largest size, and the number of repetitions."""
     measured = next(iter(stages.values()))

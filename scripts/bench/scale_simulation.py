@@ -30,6 +30,7 @@ class SimulatedProcesses(Processes):
     Attributes:
         told_bytes: What the others have brought into collectives so far, of all of which every process gets the result.
         sent_bytes: What they have sent to this one alone, and how long it is.
+        exchanges: How often processes have waited for each other.
     """
 
     def __init__(self, *, rank: int, count: int) -> None:
@@ -37,7 +38,7 @@ class SimulatedProcesses(Processes):
         self._arriving: deque[tuple[Tensor, Tensor]] = deque()
         self._sent: deque[Mapping[int, bytes]] = deque()
         self._agreeing = 0
-        self.told_bytes = self.sent_bytes = 0
+        self.told_bytes = self.sent_bytes = self.exchanges = 0
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +73,8 @@ class SimulatedProcesses(Processes):
             self._arriving.append((_bytes(before), _bytes(after)))
 
     def main_tells(self, message: bytes) -> None:
-        """Have a message there for a `from_main`."""
-        if self.count > 1:
+        """Have a message there for a `from_main`, unless this is the main one."""
+        if self.rank > 0:
             self._arriving.append((_lengths([message]), _lengths([])))
             self._arriving.append((_bytes([message]), _bytes([])))
 
@@ -81,8 +82,9 @@ class SimulatedProcesses(Processes):
         """Have messages there for a `send`, by the rank of who sent them."""
         self._sent.append(messages)
 
-    def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:  # noqa: ARG002  nobody takes what goes out
+    def _pass(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         """Write to memory what the others have sent: first how long it is, then itself."""
+        self.exchanges += bool(out or into)
         if not into:
             return
         lengths = all(one.dtype == torch.int64 for one in into.values())
@@ -93,6 +95,7 @@ class SimulatedProcesses(Processes):
 
     def _exchange(self, collective: Any, *arguments: Any, **options: Any) -> None:  # noqa: ARG002  all of them bring something
         """Put what the others have sent where the transport would; this process has zeros there, or is the main one."""
+        self.exchanges += 1
         if options.get("op") in {torch.distributed.ReduceOp.MIN, torch.distributed.ReduceOp.MAX}:
             return  # no other has less, or more
         (values,) = arguments

@@ -8,11 +8,14 @@ from typing import TypeVar
 import torch
 from datasets import disable_progress_bars
 
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SimulatedStep
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES, SimulatedStep
 from bench.scale_step import PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from bench.worker import serve
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
+
+SPREAD = "spread: "
+"""Before the names of `SPREAD_STAGES`."""
 
 T = TypeVar("T")
 
@@ -55,9 +58,32 @@ class ScaleWorker:
                 seconds[name], _ = timed(call)
         for name, prepare_main in MAIN_STAGES.items():
             seconds[name], _ = timed(prepare_main(step))
+        for name, prepare in SPREAD_STAGES.items():
+            call = prepare(step, 0)
+            if call is not None:
+                seconds[SPREAD + name], _ = timed(call)
         return seconds
+
+    def exchanges(self) -> dict[str, tuple[int, int]]:
+        """Play the rank in the middle once more.
+
+        Returns:
+            How often it exchanges something in each stage, and the bytes that it gets then.
+        """
+        assert self._step is not None
+        step, rank = self._step, self._step.count // 2
+        found = {}
+        for name, prepare in RANK_STAGES.items():
+            call = prepare(step, rank)
+            processes = step.processes
+            before = processes.exchanges, processes.told_bytes + processes.sent_bytes
+            if call is not None:
+                call()
+            after = processes.exchanges, processes.told_bytes + processes.sent_bytes
+            found[name] = after[0] - before[0], after[1] - before[1]
+        return found
 
 
 if __name__ == "__main__":
     worker = ScaleWorker()
-    serve({"load": worker.load, "turn": worker.turn})
+    serve({"load": worker.load, "turn": worker.turn, "exchanges": worker.exchanges})

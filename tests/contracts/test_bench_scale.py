@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import scale_compare
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SimulatedStep
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES, SimulatedStep
 from bench.scale_report import TOTAL, main_table, prompts_table, ranks_table
 from bench.scale_step import DISTINCT_PROMPTS, NUM_GENERATIONS, PROMPTS_PER_RANK, prompt_builder, prompt_rows
+from bench.scale_worker import SPREAD
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.engine.collecting import groups_message
@@ -30,6 +31,10 @@ def step_of(ranks: int) -> SimulatedStep:
     rows, builder = prompt_rows(PROMPTS_PER_RANK * ranks), prompt_builder()
     sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
     return SimulatedStep(ranks, sampler, PROMPTS_PER_RANK)
+
+
+SILENT = ("draw prompts", "pass for log-probabilities")
+"""Stages in which ranks exchange nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +62,15 @@ def test_every_stage_is_measured_with_every_number_of_ranks_and_prompts(
     assert scale_compare.main() == 0
     measured = json.loads(record.read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
-    assert list(measured["ranks"]) == [*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES]
+    spread = (SPREAD + name for name in SPREAD_STAGES)
+    assert list(measured["ranks"]) == [*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES, *spread]
     for name, times in measured["ranks"].items():
-        assert name in printed
+        assert name.removeprefix(SPREAD) in printed
         assert {count: len(each) for count, each in times.items()} == {"1": int(name != "merge metrics"), "4": 1}
+    assert list(measured["exchanges"]) == [*RANK_STAGES]
+    assert {count for told in measured["exchanges"].values() for count in told} == {"1", "4"}
+    assert sum(told["1"][0] for told in measured["exchanges"].values()) == 0, "one rank has nobody to wait for"
+    assert all(told["4"][0] > 0 for name, told in measured["exchanges"].items() if name not in SILENT)
     for name in scale_compare.SAMPLER:
         assert name in printed
         assert list(measured["prompts"][name]) == ["100", "1000"]
