@@ -18,8 +18,8 @@ from grpo_cli.types import Group, PolicyVersion
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
-FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm")
-"""One with positions in three directions, one whose tower has other names in vLLM and a layer less, one that cuts images into tiles."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "smolvlm", "idefics3", "internvl")
+"""All whose images vLLM computes on a CPU as transformers does: not Gemma 3, whose tokens of an image see each other both ways."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
