@@ -1,7 +1,7 @@
 """Rewards on the answer: 1 if it is right, 0 if not, None where there is nothing to compare with."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.equivalence import VERIFIER
@@ -52,14 +52,9 @@ def math(
     Raises:
         ValueError: If neither column is there.
     """
-    if ground_truth is None and solution is None:
-        raise ValueError("needs a dataset column `ground_truth` or `solution`")
-    nothing = [None] * len(completions)
-    rewards: list[float | None] = []
-    for completion, answer, worked in zip(completions, ground_truth or nothing, solution or nothing, strict=True):
-        truth = answer if worked is None else worked
-        rewards.append(None if truth is None else VERIFIER.verdict(_as_text(truth), _final_answer(text_of(completion))))
-    return rewards
+    return _judged(
+        completions, ground_truth, solution, lambda truth, text: VERIFIER.verdict(truth, _final_answer(text))
+    )
 
 
 def tagged(
@@ -85,13 +80,27 @@ def tagged(
     Raises:
         ValueError: If neither column is there.
     """
+    return _judged(completions, ground_truth, solution, _tagged_verdict)
+
+
+def _judged(
+    completions: Sequence[Completion],
+    ground_truth: Sequence[Any] | None,
+    solution: Sequence[Any] | None,
+    verdict: Callable[[str, str], float | None],
+) -> list[float | None]:
+    """Judge each completion's text by the true answer, where there is one.
+
+    Raises:
+        ValueError: If neither column is there.
+    """
     if ground_truth is None and solution is None:
         raise ValueError("needs a dataset column `ground_truth` or `solution`")
     nothing = [None] * len(completions)
     rewards: list[float | None] = []
     for completion, answer, worked in zip(completions, ground_truth or nothing, solution or nothing, strict=True):
         truth = answer if worked is None else worked
-        rewards.append(None if truth is None else _tagged_verdict(_as_text(truth), text_of(completion)))
+        rewards.append(None if truth is None else verdict(_as_text(truth), text_of(completion)))
     return rewards
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, token_budget
+from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, policy_sampling, token_budget
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
 from grpo_cli.engine.health import RunHealth
@@ -39,11 +39,9 @@ from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import Recipe
-from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder, is_recorded
 from grpo_cli.types import Prompt, Sampling, Segment
-from grpo_cli.vision.inputs import placeholder_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,15 +80,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
     model = _policy_model(inputs)
     is_cut = inputs.strategy.spread.cuts_weights
     set_checkpointing(model, possible_checkpointing(model, recipe.train.gradient_checkpointing, cut=is_cut))
-    stop_ids = stop_token_ids(
-        inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
-    )
-    sampling = training_sampling(
-        recipe.generation,
-        stop_ids=stop_ids,
-        banned_ids=placeholder_ids(model.config),
-        regex=recipe.vllm.structured_outputs_regex,
-    )
+    sampling = policy_sampling(inputs, model)
     policy = PolicyModel(model, sampling=sampling, vision=inputs.vision)
     policy.always_sees = inputs.vision is not None and is_cut
     prompt, completion = inputs.prompts.longest, recipe.generation.max_completion_length

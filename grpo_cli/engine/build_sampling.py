@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -21,8 +22,9 @@ from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.quantization import DequantizedWeights
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.engine import RolloutEngine
-from grpo_cli.rollout.sampling import evaluation_sampling
+from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
 from grpo_cli.types import Sampling
+from grpo_cli.vision.inputs import placeholder_ids
 
 
 def build_weight_sync(
@@ -129,6 +131,20 @@ def build_evaluator(inputs: SamplingInputs, weight_sync: WeightSync, *, trained:
         processes=inputs.processes,
         division=inputs.division,
         seed=inputs.recipe.train.seed,
+    )
+
+
+def policy_sampling(inputs: SamplingInputs, model: Any) -> Sampling:
+    """Say how completions of training are drawn from a model, with everything that ends one."""
+    recipe = inputs.recipe
+    stop_ids = stop_token_ids(
+        inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
+    )
+    return training_sampling(
+        recipe.generation,
+        stop_ids=stop_ids,
+        banned_ids=placeholder_ids(model.config),
+        regex=recipe.vllm.structured_outputs_regex,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from grpo_cli.engine.build_sampling import build_weight_sync, held_out_sampling, token_budget
+from grpo_cli.engine.build_sampling import build_weight_sync, held_out_sampling, policy_sampling, token_budget
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, open_rollouts
 from grpo_cli.engine.settings import objective_settings
@@ -16,11 +16,9 @@ from grpo_cli.engine.weight_sync import WeightSync
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model
-from grpo_cli.rollout.sampling import stop_token_ids, training_sampling
 from grpo_cli.rollout.sync.buckets import pack
 from grpo_cli.rollout.sync.checksum import Checksum
 from grpo_cli.types import PolicyVersion, Sampling
-from grpo_cli.vision.inputs import placeholder_ids
 
 BUCKET_BYTES = 64 << 20
 
@@ -59,16 +57,8 @@ def load_for_sampling(
     recipe = inputs.recipe
     model = load_model(recipe.model, folder=inputs.folder, device=inputs.strategy.loads_on, adapters=adapters)
     model.requires_grad_(False)
-    stop_ids = stop_token_ids(
-        inputs.tokenizer, model.generation_config, recipe.generation.stop_token_ids, model_config=model.config
-    )
     # With the temperature of training, as the canary samples.
-    sampling = training_sampling(
-        recipe.generation,
-        stop_ids=stop_ids,
-        banned_ids=placeholder_ids(model.config),
-        regex=recipe.vllm.structured_outputs_regex,
-    )
+    sampling = policy_sampling(inputs, model)
     policy = PolicyModel(model, sampling=sampling, vision=inputs.vision)
     samplings = [held_out_sampling(one, recipe, trained=sampling) for one in inputs.held_out]
     misfit = check_fit(

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from cachetools import LRUCache
@@ -102,6 +103,7 @@ class VisionProcessor:
         return tensors
 
 
+@cache
 def blank_image() -> bytes:
     """Give a small grey picture, as PNG."""
     target = io.BytesIO()
