@@ -13,6 +13,9 @@ from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.errors import TrainingError
 from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, ScoredGroup
 
+_REASONS = {reason.value: reason for reason in FinishReason}
+"""A look-up: calling the enumeration takes several times as long, and there is a call for every completion."""
+
 
 def collected(groups: Sequence[Group], prompts: Sequence[Prompt], processes: Processes) -> list[Group]:
     """Bring the groups of all processes to the main one.
@@ -88,7 +91,7 @@ def _completions(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict[str, 
 def _groups(tensors: dict[str, Tensor], told: dict[str, Any], prompts: Iterator[Prompt]) -> list[Group]:
     ids = iter(tensors["ids"].tolist())
     logps = torch.split(tensors["logps"], told["lengths"])
-    rest = zip(logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
+    rest = zip(told["lengths"], logps, told["texts"], told["finish_reasons"], told["policy_versions"], strict=True)
     groups = []
     for prompt, checksum, size in zip(islice(prompts, len(told["sizes"])), told["prompts"], told["sizes"], strict=True):
         if checksum != prompt_checksum(prompt):
@@ -99,13 +102,13 @@ def _groups(tensors: dict[str, Tensor], told: dict[str, Any], prompts: Iterator[
         completions = tuple(
             Completion(
                 index=index,
-                ids=tuple(islice(ids, len(values))),
+                ids=tuple(islice(ids, length)),
                 logps=values,
                 text=text,
-                finish_reason=FinishReason(reason),
+                finish_reason=_REASONS[reason],
                 policy_version=PolicyVersion(version),
             )
-            for index, (values, text, reason, version) in enumerate(islice(rest, size))
+            for index, (length, values, text, reason, version) in enumerate(islice(rest, size))
         )
         groups.append(Group(prompt=prompt, completions=completions))
     return groups

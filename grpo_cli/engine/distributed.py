@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -26,6 +26,7 @@ ASSEMBLY = timedelta(seconds=30)
 """How long a process that stops waits for the others to do so, too."""
 
 PlacedModule = TypeVar("PlacedModule", bound=nn.Module)
+Number = TypeVar("Number", int, float)
 
 _KINDS = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 """What Accelerate may have made of the processes: the same model in each."""
@@ -104,7 +105,10 @@ class Processes:
         Raises:
             TrainingError: In every process, if one has another.
         """
-        told = self.everyones(torch.tensor([_digest(value)])).view(-1, among or self.count)
+        own = _digest(value)
+        if among == 1 or (among is None and self.most(own) == self.least(own)):
+            return
+        told = self.everyones(torch.tensor([own])).view(-1, among or self.count)
         others = (told != told[:, :1]).flatten().nonzero().flatten().tolist()
         if others:
             rank = others[0]
@@ -167,15 +171,15 @@ class Processes:
         if self.count > 1:
             self._exchange(torch.distributed.all_reduce, values)
 
-    def least(self, number: int) -> int:
-        """Give the smallest of the processes' numbers."""
+    def least(self, number: Number) -> Number:
+        """Give the smallest of the processes' numbers, all of which are whole, or none."""
         if self.count == 1:
             return number
-        value = torch.tensor([number])
+        value = torch.tensor([number], dtype=torch.float64 if isinstance(number, float) else torch.int64)
         self._exchange(torch.distributed.all_reduce, value, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return int(value.item())
+        return cast("Number", value.item())
 
-    def most(self, number: int) -> int:
+    def most(self, number: Number) -> Number:
         """Give the largest of the processes' numbers."""
         return -self.least(-number)
 
@@ -274,6 +278,35 @@ class Processes:
         self._exchange(torch.distributed.broadcast, told, src=0, group=self._group)
         return told.numpy().tobytes()
 
+    def rows_to_main(self, row: Tensor, width: int) -> Tensor | None:
+        """Give the main process a matrix of the rows of all processes, by rank; the others get nothing.
+
+        Args:
+            row: Of this process, [width], in main memory.
+            width: The same in all processes.
+        """
+        if self.count == 1:
+            return row[None]
+        rows = row.new_empty(self.count, width) if self.is_main else None
+        parts = None if rows is None else list(rows.unbind())
+        self._exchange(torch.distributed.gather, row, parts, dst=0, group=self._group)
+        return rows
+
+    def row_from_main(self, rows: Tensor | None, width: int) -> Tensor:
+        """Give each process its row of a matrix that the main one has.
+
+        Args:
+            rows: In the main process, float32 [count, width]; not looked at elsewhere.
+            width: Its, which all know.
+        """
+        if self.count == 1:
+            assert rows is not None
+            return rows[0]
+        own = torch.empty(width)
+        parts = list(rows.unbind()) if rows is not None and self.is_main else None
+        self._exchange(torch.distributed.scatter, own, parts, src=0, group=self._group)
+        return own
+
     def _exchange(self, collective: Any, *arguments: Any, **options: Any) -> None:
         """Run a collective, in which a process that has ended shows as an error of the transport."""
         try:
@@ -304,9 +337,9 @@ def _one_hot(index: int, value: int, length: int) -> Tensor:
 
 
 def _digest(value: Any) -> int:
-    """Hash something that JSON can hold to a number that a tensor can hold."""
+    """Hash something that JSON can hold to a number that a tensor can hold, and its negative, too."""
     text = json.dumps(value, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _bytes_tensor(message: bytes) -> Tensor:

@@ -1,6 +1,6 @@
 """Who samples what: prompts in their order, cut into blocks of neighbours, one for each process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.schema import VllmSection
@@ -36,6 +36,10 @@ class Division:
     def kept(self, count: int) -> range:
         """Give those whose completions this process keeps, and no other does."""
         return self.asked(count) if self.main_only else self.even(count)
+
+    def everyones(self, count: int) -> list[range]:
+        """Give what each process keeps, by rank."""
+        return [replace(self, rank=rank).kept(count) for rank in range(self.processes)]
 
     def even(self, count: int) -> range:
         """Give this process's part where all have equally many, as far as that goes."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.handing_out import handed_out
 from grpo_cli.engine.health import Signs
 from grpo_cli.engine.rewarding import Drawn, Rewarded
@@ -90,12 +91,11 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
     _check_failures(failed, drawn.count, rewarded.own.problems, settings, step=state.step + 1)
     _observe(stages, rewarded)
 
-    everyones = stages.processes.everyones
     rewards = [one.rewards for one in scored]
-    values = advantages(rewards, stages.advantage_settings, everyones)
+    values = advantages(rewards, stages.advantage_settings, stages.processes.sum)
     metrics = [
         rollout_metrics(scored),
-        reward_metrics(rewards, stages.scorer.names, stages.advantage_settings, everyones),
+        reward_metrics(rewards, stages.scorer.names, stages.advantage_settings, stages.processes.sum),
         rewarded.own.metrics,
         failure_metrics(rewarded.own),
     ]
@@ -110,7 +110,7 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         window = _with_logps(stages, settings, window)
     return Generation(
         window=window,
-        rollouts=_rollouts(rewarded, everyones(torch.cat([torch.empty(0), *values]))),
+        rollouts=recorded_rollouts(rewarded, values, stages.processes),
         # How the engine's weights are is the main process's to tell.
         metrics=merge([stages.weight_sync.take_metrics(), stages.processes.merge(merge(metrics))]),
         prompts=drawn.count,
@@ -202,11 +202,14 @@ def _observe(stages: Stages, rewarded: Rewarded) -> None:
         stages.recorder.warn(warning.key, warning.message)
 
 
-def _rollouts(rewarded: Rewarded, everyones_advantages: Tensor) -> Rollouts:
-    """Put the advantages of all completions beside their groups."""
+def recorded_rollouts(rewarded: Rewarded, own: Sequence[Tensor], processes: Processes) -> Rollouts:
+    """Put the advantages of all completions beside their groups, in the main process if it records them."""
+    if not rewarded.recorded:
+        return Rollouts(scored=(), advantages=())
+    told = processes.to_main(torch.cat([torch.empty(0), *own]).numpy().tobytes())
     sizes = [len(one.rewards) for one in rewarded.everyones]
-    values = torch.split(everyones_advantages[: sum(sizes)], sizes) if sizes else ()
-    return Rollouts(scored=rewarded.everyones, advantages=values)
+    values = torch.frombuffer(bytearray(b"".join(told)), dtype=torch.float32) if any(told) else torch.empty(0)
+    return Rollouts(scored=rewarded.everyones, advantages=torch.split(values, sizes) if sizes else ())
 
 
 def _with_logps(stages: Stages, settings: LoopSettings, window: RolloutWindow) -> RolloutWindow:

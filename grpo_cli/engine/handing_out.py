@@ -4,9 +4,10 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
@@ -14,18 +15,21 @@ from grpo_cli.engine.shares import Sizes, share_bounds
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.window import RolloutWindow, joined, window_from_state, window_state
 
+_NOBODY = -1
+"""In place of the rank of who has a completion where there is none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Outline:
-    """What all processes know of all completions of a window, in their order: some numbers. R completions.
+class Outline:
+    """Who has which completions of a window, of which all are numbered in their order, and who trains on which.
 
     Attributes:
-        holders: int64 [R], ranks of the processes that have them.
+        held: Where what each process has begins, and the end of the last one.
         steps: For each optimizer step of a pass, which completions are its own.
         shares: For each, where the share of each process begins, and the end of the last one.
     """
 
-    holders: Tensor
+    held: Sequence[int]
     steps: Sequence[range]
     shares: Sequence[Sequence[int]]
 
@@ -44,8 +48,8 @@ def handed_out(held: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
     processes = gradients.processes
     if processes.count == 1:
         return held
-    outline = _outline(processes.everyones(_rows(held, gradients)), len(held.groups), gradients)
-    first, end = torch.searchsorted(outline.holders, torch.tensor([processes.rank, processes.rank + 1])).tolist()
+    outline = agreed_outline(held, gradients)
+    first, end = outline.held[processes.rank : processes.rank + 2]
     parts: dict[int, list[range]] = defaultdict(lambda: [range(0)] * len(outline.steps))
     for number, step in enumerate(outline.steps):
         own = range(max(first, step.start), min(end, step.stop))
@@ -53,7 +57,7 @@ def handed_out(held: RolloutWindow, gradients: GradientPass) -> RolloutWindow:
             parts[rank][number] = range(part.start - own.start, part.stop - own.start)
     own_part = parts.pop(processes.rank, [range(0)] * len(outline.steps))
     kept, *given = held.parts([own_part, *parts.values()])
-    sources = sorted({rank for rows in outline.share(processes.rank) for rank in _holders(outline, rows)})
+    sources = sorted({rank for rows in outline.share(processes.rank) for rank, _ in _owners(rows, outline.held)})
     messages = {rank: _message(part) for rank, part in zip(parts, given, strict=True)}
     told = processes.send(messages, sources=[rank for rank in sources if rank != processes.rank])
     found = {rank: _window(message) for rank, message in told.items()}
@@ -97,35 +101,54 @@ def _rows(window: RolloutWindow, gradients: GradientPass) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(-1, 6)
 
 
-def _outline(rows: Tensor, num_steps: int, gradients: GradientPass) -> _Outline:
+def agreed_outline(held: RolloutWindow, gradients: GradientPass) -> Outline:
+    """Have the main process, which is told what each completion costs, cut them into shares; the others are told where."""
+    processes, num_steps = gradients.processes, len(held.groups)
+    own = _rows(held, gradients)
+    width = processes.most(own.numel())
+    told = processes.rows_to_main(nn.functional.pad(own.flatten(), (0, width - own.numel()), value=_NOBODY), width)
+    if told is None:
+        (bounds,) = unpacked(processes.from_main(None))[0].values()
+        starts, ends, *shares = torch.split(
+            bounds, [processes.count + 1, num_steps, *[processes.count + 1] * num_steps]
+        )
+        return Outline(held=starts.tolist(), steps=_ranges(ends.tolist()), shares=[one.tolist() for one in shares])
+    rows = told.view(-1, own.shape[1])
+    outline = _outline(rows[rows[:, 0] != _NOBODY], num_steps, gradients)
+    numbers = [*outline.held, *(step.stop for step in outline.steps), *chain(*outline.shares)]
+    processes.from_main(packed({"bounds": torch.tensor(numbers)}, None))
+    return outline
+
+
+def _outline(rows: Tensor, num_steps: int, gradients: GradientPass) -> Outline:
     """Cut all completions into shares."""
-    holders, step_of, begins, prompts, completions, active = rows.long().unbind(dim=1)
-    ends = torch.searchsorted(step_of.contiguous(), torch.arange(num_steps), right=True).tolist()
-    steps = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    holders, step_of, begins, prompts, completions, active = rows.long().T.contiguous()
+    count = gradients.processes.count
+    steps = _ranges(torch.searchsorted(step_of, torch.arange(num_steps), right=True).tolist())
     shares = []
     for step in steps:
         part = slice(step.start, step.stop)
         sizes = Sizes(
             begins=begins[part], prompts=prompts[part], completions=completions[part], active=active[part].bool()
         )
-        bounds = share_bounds(sizes, count=gradients.processes.count, shares_prefix=gradients.shares_prefix)
+        bounds = share_bounds(sizes, count=count, shares_prefix=gradients.shares_prefix)
         shares.append([step.start + bound for bound in bounds])
-    return _Outline(holders=holders.contiguous(), steps=steps, shares=shares)
+    return Outline(held=torch.searchsorted(holders, torch.arange(count + 1)).tolist(), steps=steps, shares=shares)
+
+
+def _ranges(ends: Sequence[int]) -> list[range]:
+    """Give what lies between ends, the first of which has all before it."""
+    return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
 def _owners(rows: range, bounds: Sequence[int]) -> Iterator[tuple[int, range]]:
-    """Cut rows apart by the process that trains on them."""
+    """Cut rows apart by the process whose they are, of which each has what lies between two bounds."""
     start = rows.start
     while start < rows.stop:
         rank = bisect_right(bounds, start) - 1
         end = min(rows.stop, bounds[rank + 1])
         yield rank, range(start, end)
         start = end
-
-
-def _holders(outline: _Outline, rows: range) -> list[int]:
-    found: list[int] = torch.unique_consecutive(outline.holders[rows.start : rows.stop]).tolist()
-    return found
 
 
 def _message(window: RolloutWindow) -> bytes:

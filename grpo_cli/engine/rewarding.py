@@ -3,14 +3,16 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_cli.engine.collecting import collected, collected_scores, groups_message, groups_of
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.division import Division
-from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.errors import RewardError
 from grpo_cli.scoring.runtime import Scores
@@ -43,11 +45,13 @@ class Rewarded:
     Attributes:
         places: Of the groups that this process has, among all.
         own: Their rewards; metrics are those of the calls that this process made, and problems those of all, in the main process.
-        everyones: In the main process the rewards of all groups, if it is to record them; nothing otherwise.
+        recorded: Whether the main process records all groups.
+        everyones: Their rewards, if it does and this is the main process; nothing otherwise.
     """
 
     places: range
     own: Scores
+    recorded: bool
     everyones: Sequence[ScoredGroup]
 
 
@@ -95,49 +99,55 @@ class RewardedByMain:
 
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`."""
-        places = self.division.kept(drawn.count)
+        places, names = self.division.kept(drawn.count), self.scorer.names
         if not self.processes.is_main:
             collected(groups, (), self.processes)
-            scored = _own_rewards(self.processes.from_main(None), groups, places, self.scorer.names)
-            return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=())
+            own_rewards = self.processes.row_from_main(None, self.processes.most(0))
+            scored = _with_rewards(groups, own_rewards, names)
+            return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=(), recorded=True)
         scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
         check_logged(scores.logged)
         if self.processes.count > 1:
-            self.processes.from_main(rewards_message(scores.groups, self.scorer.names))
+            rows = rewards_rows(scores.groups, names, [len(places) for places in self.division.everyones(drawn.count)])
+            self.processes.row_from_main(rows, self.processes.most(rows.shape[1]))
         own = replace(scores, groups=scores.groups[places.start : places.stop])
-        return Rewarded(places=places, own=own, everyones=scores.groups)
+        return Rewarded(places=places, own=own, everyones=scores.groups, recorded=True)
 
 
-def rewards_message(scored: Sequence[ScoredGroup], names: Sequence[str]) -> bytes:
-    """Write what the main process tells of the rewards of all groups."""
-    tensors = {
-        "sizes": torch.tensor([len(one.rewards) for one in scored]),
-        "rewards": torch.cat([one.rewards for one in scored]),
-        "dropped": torch.tensor([one.dropped for one in scored]),
-        "failed": torch.tensor([[name in one.failed for name in names] for one in scored]),
-    }
-    return packed(tensors, None)
+def rewards_rows(scored: Sequence[ScoredGroup], names: Sequence[str], counts: Sequence[int]) -> Tensor:
+    """Write what the main process tells of the rewards of all groups: a row for each process, which has zeros at its end.
+
+    Args:
+        scored: All groups, by rank.
+        names: Of the reward functions.
+        counts: How many groups each process has.
+    """
+    numbers = [
+        torch.cat([one.rewards.flatten(), torch.tensor([one.dropped, *(name in one.failed for name in names)])])
+        for one in scored
+    ]
+    remaining = iter(numbers)
+    rows = [torch.cat([torch.empty(0), *islice(remaining, count)]) for count in counts]
+    return pad_sequence(rows, batch_first=True)
 
 
-def _own_rewards(
-    message: bytes, groups: Sequence[Group], places: range, names: Sequence[str]
-) -> tuple[ScoredGroup, ...]:
-    """Read the rewards of this process's groups."""
-    tensors, _ = unpacked(message)
-    sizes, own = tensors["sizes"], slice(places.start, places.stop)
-    first = int(sizes[: places.start].sum())
-    rewards = torch.split(tensors["rewards"][first : first + int(sizes[own].sum())], sizes[own].tolist())
-    rest = zip(groups, rewards, tensors["dropped"][own].tolist(), tensors["failed"][own].tolist(), strict=True)
-    return tuple(
-        ScoredGroup(
-            group=group,
-            rewards=values.clone(),
-            extras={},
-            dropped=dropped,
-            failed=tuple(name for name, is_failed in zip(names, failed, strict=True) if is_failed),
+def _with_rewards(groups: Sequence[Group], numbers: Tensor, names: Sequence[str]) -> tuple[ScoredGroup, ...]:
+    """Read this process's row of `rewards_rows`."""
+    scored, start = [], 0
+    for group in groups:
+        size = len(group.completions) * len(names)
+        rewards, (dropped, *failed) = numbers[start : start + size], numbers[start + size :][: 1 + len(names)].tolist()
+        start += size + 1 + len(names)
+        scored.append(
+            ScoredGroup(
+                group=group,
+                rewards=rewards.view(-1, len(names)).clone(),
+                extras={},
+                dropped=bool(dropped),
+                failed=tuple(name for name, is_failed in zip(names, failed, strict=True) if is_failed),
+            )
         )
-        for group, values, dropped, failed in rest
-    )
+    return tuple(scored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,11 +189,12 @@ class RewardedByEach:
             failure = error
         self.processes.raise_together(failure, RewardError)
         everyones: Sequence[ScoredGroup] = ()
-        if self.records(trainer_state.global_step):
+        recorded = self.records(trainer_state.global_step)
+        if recorded:
             prompts = drawn.at(range(drawn.count)) if self.processes.is_main else ()
             everyones = collected_scores(scores.groups, prompts, self.processes)
         own = replace(scores, problems=self._everyones_problems(scores.problems))
-        return Rewarded(places=places, own=own, everyones=everyones)
+        return Rewarded(places=places, own=own, recorded=recorded, everyones=everyones)
 
     def _handed_out(self, groups: Sequence[Group], drawn: Drawn, places: range) -> list[Group]:
         """Get this process's part of what the main one has."""

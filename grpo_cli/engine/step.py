@@ -224,8 +224,8 @@ class GradientPass:
         """Tell how much longer than the processes' mean the slowest one took for its gradients."""
         if self.processes.count == 1:
             return {}
-        told = self.processes.everyones(torch.tensor([seconds], dtype=torch.float64))
-        return {"processes/imbalance": Mean((told.max() / told.mean()).item(), 1)}
+        mean = self.processes.sum(torch.tensor([seconds], dtype=torch.float64)) / self.processes.count
+        return {"processes/imbalance": Mean((self.processes.most(seconds) / mean).item(), 1)}
 
     def _backward_of(self, prompt: SplitPrompt) -> None:
         """Carry the gradients of completions that were fed in parts on through their prompt."""

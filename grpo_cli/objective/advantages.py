@@ -57,18 +57,16 @@ class AdvantageSettings:
     multi_objective_aggregation: MultiObjectiveAggregation = MultiObjectiveAggregation.SUM_THEN_NORMALIZE
 
 
-Everyones = Callable[[Tensor], Tensor]
-"""Puts values of the completions of some groups, [N] or [N, ...], together with those of all other groups of the step."""
+Total = Callable[[Tensor], Tensor]
+"""Adds to sums over some groups, a float64 tensor, those over all other groups of the step."""
 
 
-def _alone(values: Tensor) -> Tensor:
+def _alone(sums: Tensor) -> Tensor:
     """Have no other groups than these."""
-    return values
+    return sums
 
 
-def advantages(
-    rewards: Sequence[Tensor], settings: AdvantageSettings, everyones: Everyones = _alone
-) -> tuple[Tensor, ...]:
+def advantages(rewards: Sequence[Tensor], settings: AdvantageSettings, total: Total = _alone) -> tuple[Tensor, ...]:
     """Advantages of a step's groups, or of some of them.
 
     A group whose rewards are all equal (to float32 rounding) has advantages of exactly 0.
@@ -76,7 +74,7 @@ def advantages(
     Args:
         rewards: One float [G, F] per group; G may differ.
         settings: Weights and normalisation.
-        everyones: Knows the other groups, for the step's standard deviation; left out: there are none.
+        total: Knows the other groups, for the step's standard deviation; left out: there are none.
 
     Returns:
         One float32 [G] per group.
@@ -89,19 +87,20 @@ def advantages(
     scores = [_normalized(group.double()) if normalize_first else group.double() for group in rewards]
     # normalize_then_sum: the sum of normalised rewards has mean 0 in each group already, so centring it is only a guard.
     sums = _weighted_sums(scores, settings.weights)
-    deviations = [_deviation(total, size) for total, size in sums]
+    deviations = [_deviation(values, size) for values, size in sums]
     if normalize_first or settings.scale_rewards == ScaleRewards.BATCH:
-        scale = _std(everyones(_joined([total for total, _ in sums]))) + EPSILON
+        (deviation_of_all,), _ = _std_of_all(_joined([values for values, _ in sums])[:, None], total)
+        scale = deviation_of_all + EPSILON
         scaled = [deviation / scale for deviation in deviations]
     elif settings.scale_rewards == ScaleRewards.GROUP:
-        scaled = [deviation / (_std(total) + EPSILON) for deviation, (total, _) in zip(deviations, sums, strict=True)]
+        scaled = [deviation / (_std(values) + EPSILON) for deviation, (values, _) in zip(deviations, sums, strict=True)]
     else:
         scaled = deviations
     return tuple(values.nan_to_num(nan=0.0).float() for values in scaled)
 
 
 def reward_metrics(
-    rewards: Sequence[Tensor], names: Sequence[str], settings: AdvantageSettings, everyones: Everyones = _alone
+    rewards: Sequence[Tensor], names: Sequence[str], settings: AdvantageSettings, total: Total = _alone
 ) -> Metrics:
     """Statistics of a step's rewards before any normalisation; those of some groups can be merged with those of the others.
 
@@ -113,7 +112,7 @@ def reward_metrics(
         rewards: One float [G, F] per group.
         names: One name per reward function (F).
         settings: Weights.
-        everyones: Knows the other groups, for the standard deviations; left out: there are none.
+        total: Knows the other groups, for the standard deviations; left out: there are none.
 
     Returns:
         reward/{name}/mean, reward/{name}/std, reward, reward_std, frac_reward_zero_std. A standard deviation is one number per call:
@@ -125,17 +124,21 @@ def reward_metrics(
     _check_shapes(rewards, settings)
     columns = torch.cat([torch.empty(0, len(settings.weights)), *rewards]).double()
     sums = _weighted_sums([group.double() for group in rewards], settings.weights)
-    totals = _joined([total for total, _ in sums])
-    everywhere = everyones(torch.cat([columns, totals[:, None]], dim=1)).unbind(dim=1)
-    metrics: dict[str, MetricValue] = {}
-    for name, column, of_all in zip(names, columns.unbind(dim=1), everywhere[:-1], strict=True):
-        metrics[f"reward/{name}/mean"] = _mean_metric(column)
-        metrics[f"reward/{name}/std"] = _std_metric(of_all)
-    flat = [
-        _is_flat(scored, size) for scored, size in ((_scored(total), size) for total, size in sums) if scored.numel()
+    weighted = _joined([values for values, _ in sums])
+    stds, counts = _std_of_all(torch.cat([columns, weighted[:, None]], dim=1), total)
+    of_all = [
+        Mean(std, 1.0) if count > 1 else Mean(0.0, 0.0)
+        for std, count in zip(stds.tolist(), counts.tolist(), strict=True)
     ]
-    metrics["reward"] = _mean_metric(totals)
-    metrics["reward_std"] = _std_metric(everywhere[-1])
+    metrics: dict[str, MetricValue] = {}
+    for name, column, std in zip(names, columns.unbind(dim=1), of_all[:-1], strict=True):
+        metrics[f"reward/{name}/mean"] = _mean_metric(column)
+        metrics[f"reward/{name}/std"] = std
+    flat = [
+        _is_flat(scored, size) for scored, size in ((_scored(values), size) for values, size in sums) if scored.numel()
+    ]
+    metrics["reward"] = _mean_metric(weighted)
+    metrics["reward_std"] = of_all[-1]
     metrics["frac_reward_zero_std"] = Mean(float(sum(flat)), float(len(flat)))
     return metrics
 
@@ -198,10 +201,22 @@ def _std(values: Tensor) -> Tensor:
     return scored.std() if scored.numel() > 1 else values.new_zeros(())
 
 
+def _std_of_all(columns: Tensor, total: Total) -> tuple[Tensor, Tensor]:
+    """The same of each column of [N, C], over the rows of all processes, which tell each other sums alone.
+
+    In two passes, first the means (Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115, equation 1.5).
+
+    Returns:
+        float64 [C], and how many values it is over: float64 [C].
+    """
+    is_scored = ~columns.isnan()
+    values = columns.masked_fill(~is_scored, 0.0)
+    counts, sums = total(torch.stack([is_scored.sum(dim=0).double(), values.sum(dim=0)]))
+    deviations = (values - sums / counts.clamp(min=1)).masked_fill(~is_scored, 0.0)
+    squares = total(deviations.square().sum(dim=0))
+    return (squares / (counts - 1).clamp(min=1)).sqrt(), counts
+
+
 def _mean_metric(values: Tensor) -> Mean:
     scored = _scored(values)
     return Mean(scored.sum().item(), float(scored.numel()))
-
-
-def _std_metric(values: Tensor) -> Mean:
-    return Mean(_std(values).item(), 1.0) if _scored(values).numel() > 1 else Mean(0.0, 0.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.scale_simulation import CPU, FreePolicy, NoExchange, OverheardProcesses, SimulatedProcesses, overheard
@@ -23,8 +24,9 @@ from bench.scale_step import (
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.engine.collecting import groups_message
 from grpo_cli.engine.division import Division
-from grpo_cli.engine.handing_out import handed_out
-from grpo_cli.engine.rewarding import Drawn, RewardedByEach, RewardedByMain, rewards_message
+from grpo_cli.engine.generation import recorded_rollouts
+from grpo_cli.engine.handing_out import agreed_outline, handed_out
+from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain, rewards_rows
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
@@ -33,6 +35,7 @@ from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import AdvantageSettings, advantages, reward_metrics
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.settings import LossType
+from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.completions import completion_table
 from grpo_cli.telemetry.rollouts import rollout_metrics
@@ -65,12 +68,11 @@ class SimulatedStep:
         self.scored = made_up_scores(self.groups)
         self._engine = MadeUpEngine({group.prompt.uid: group for group in self.groups})
         self._completions = [groups_message(self.groups_of(rank)) for rank in range(count)]
-        told: list[Tensor] = []
-        reward_metrics([one.rewards for one in self.scored], REWARDS, REWARD_SETTINGS, _into(told))
-        self._rewards = _bytes_of(told[0], count)
-        self._told_rewards = rewards_message(self.scored, REWARDS)
+        places = [len(self.places(rank)) for rank in range(count)]
+        self._rewards = rewards_rows(self.scored, REWARDS, places)
         windows = [self.held(rank) for rank in range(count)]
-        self._outlines = [_outline_of(rank, count, window) for rank, window in enumerate(windows)] if count > 1 else []
+        self._costs = torch.stack([_told_costs(rank, count, window) for rank, window in enumerate(windows)])
+        self._cuts = self._told_cuts() if count > 1 else b""
 
     def division(self, rank: int) -> Division:
         """Say what a rank samples: every one has an engine."""
@@ -91,7 +93,9 @@ class SimulatedStep:
     def held(self, rank: int) -> RolloutWindow:
         """Give what it has of the step before it gets its share."""
         scored = self.scored_of(rank)
-        values = advantages([one.rewards for one in scored], REWARD_SETTINGS)
+        return self._window(scored, advantages([one.rewards for one in scored], REWARD_SETTINGS))
+
+    def _window(self, scored: Sequence[ScoredGroup], values: Sequence[Tensor]) -> RolloutWindow:
         trained = training_groups(scored, values, mask_truncated=False)
         return new_window([trained], iterations=1, policy_version=PolicyVersion(0))
 
@@ -104,14 +108,13 @@ class SimulatedStep:
         processes = self._processes(rank)
         processes.main_tells(b"0")  # copies of the weights that an engine has
         spread = SpreadRollouts(self._engine, division=self.division(rank), processes=processes)
-        processes.others_agree(times=2)
         prompts = [group.prompt for group in self.groups_of(rank)]
         return lambda: spread.generate(prompts, SAMPLING, num_generations=NUM_GENERATIONS, seed_key=(0, "train", 0))
 
     def get_rewards(self, rank: int) -> Callable[[], object]:
         """A rank sends what it sampled to the main one, and gets the rewards."""
         processes = self._processes(rank)
-        processes.main_tells(self._told_rewards)
+        processes.main_has_for_this(self._rewards[rank])
         rewarding = RewardedByMain(
             scorer=self._scorer(self.scored_of(rank)), processes=processes, division=self.division(rank)
         )
@@ -130,21 +133,26 @@ class SimulatedStep:
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
 
     def compute_advantages(self, rank: int) -> Callable[[], object]:
-        """A rank computes the advantages of what it sampled, and metrics, for which it needs the rewards of all."""
+        """A rank computes the advantages of what it sampled, and metrics, for which all add up theirs; and sends what is recorded."""
         processes, scored = self._processes(rank), self.scored_of(rank)
-        processes.others_tell(self._rewards)
+        processes.others_are_silent(times=2)
+        rewarded = Rewarded(
+            places=self.places(rank), own=Scores(groups=tuple(scored), metrics={}), recorded=rank > 0, everyones=()
+        )
 
         def call() -> object:
             rewards = [one.rewards for one in scored]
-            told = reward_metrics(rewards, REWARDS, REWARD_SETTINGS, processes.everyones)
-            return merge([rollout_metrics(scored), told]), self.held(rank)
+            told = reward_metrics(rewards, REWARDS, REWARD_SETTINGS, processes.sum)
+            values = advantages(rewards, REWARD_SETTINGS, processes.sum)
+            rollouts = recorded_rollouts(rewarded, values, processes)
+            return merge([rollout_metrics(scored), told]), rollouts, self._window(scored, values)
 
         return call
 
     def hand_out(self, rank: int) -> Callable[[], RolloutWindow]:
         """Ranks find out who trains on what, and send it there."""
         processes, held = self._processes(rank), self.held(rank)
-        processes.others_tell(self._outlines)
+        self._let_know(processes)
         if self.count > 1:
             _, senders = self._sent_by(rank)
             processes.others_send({sender: self._sent_by(sender)[0][rank] for sender in senders})
@@ -159,8 +167,9 @@ class SimulatedStep:
         """The pass that computes the gradient: totals, micro-batches, loss, metrics."""
         share = self.hand_out(rank)()
         processes = self._processes(rank)
-        processes.others_are_silent(times=2)  # in the sums of the totals and of the metrics
-        processes.others_tell([bytes(8)] * self.count)  # the seconds that each took
+        processes.others_are_silent(
+            times=3
+        )  # in the sums of the totals, of the metrics, and of the seconds that each took
         processes.know(self.metrics_of(rank))
         return partial(gradient_pass(processes).accumulate, FreePolicy(), share.groups[0], share.logps[0])
 
@@ -185,6 +194,14 @@ class SimulatedStep:
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
         return partial(rewarding.score, self.groups_of(0), drawn, NOW)
 
+    def cut_shares(self) -> Callable[[], object] | None:
+        """The main rank finds out who trains on what, and tells all. None: a single one has everything."""
+        if self.count == 1:
+            return None
+        processes = self._processes(0)
+        self._let_know(processes)
+        return partial(agreed_outline, self.held(0), gradient_pass(processes))
+
     def record_all(self) -> Callable[[], object]:
         """The main rank makes the table of all completions that it writes."""
         values = [0.0] * (len(self.prompts) * NUM_GENERATIONS)
@@ -196,10 +213,24 @@ class SimulatedStep:
         alone = gradient_pass(SimulatedProcesses(rank=0, count=1))
         return alone.accumulate(FreePolicy(), groups, [PolicyLogps()] * len(groups)).metrics
 
+    def _let_know(self, processes: SimulatedProcesses) -> None:
+        """Have there what a rank is told before completions are handed out: the main one what each costs, the others who gets it."""
+        if processes.is_main:
+            processes.others_bring(self._costs)
+        else:
+            processes.main_tells(self._cuts)
+
+    def _told_cuts(self) -> bytes:
+        """Give what the main rank tells all others about who trains on what."""
+        processes = OverheardProcesses(rank=0, count=self.count, passing=1)
+        self._let_know(processes)
+        told: bytes = overheard(partial(handed_out, self.held(0), gradient_pass(processes)))
+        return told
+
     def _sent_by(self, rank: int) -> tuple[Mapping[int, bytes], Sequence[int]]:
         """Give what a rank sends to whom when completions are handed out, and who sends it some."""
-        processes = OverheardProcesses(rank=rank, count=self.count)
-        processes.others_tell(self._outlines)
+        processes = OverheardProcesses(rank=rank, count=self.count, passing=1 if rank else 2)
+        self._let_know(processes)
         sent: tuple[Mapping[int, bytes], Sequence[int]]
         sent = overheard(partial(handed_out, self.held(rank), gradient_pass(processes)))
         return sent
@@ -236,9 +267,10 @@ RANK_PARTS: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None
 }
 """Parts of the last of them, measured by themselves."""
 
-MAIN_STAGES: dict[str, Callable[[SimulatedStep], Callable[[], object]]] = {
+MAIN_STAGES: dict[str, Callable[[SimulatedStep], Callable[[], object] | None]] = {
     "draw all prompts": SimulatedStep.draw_all_prompts,
     "get and score all completions": SimulatedStep.score_all,
+    "cut shares": SimulatedStep.cut_shares,
     "record all completions": SimulatedStep.record_all,
 }
 """What the main rank does besides, unless it neither scores nor records what others sampled."""
@@ -256,23 +288,7 @@ def gradient_pass(processes: SimulatedProcesses) -> GradientPass:
     )
 
 
-def _outline_of(rank: int, count: int, window: RolloutWindow) -> bytes:
-    """Give what a rank tells all others of what it has."""
-    processes = OverheardProcesses(rank=rank, count=count)
-    told: Tensor = overheard(partial(handed_out, window, gradient_pass(processes)))
-    return told.numpy().tobytes()
-
-
-def _into(told: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Keep what is told to everyone."""
-
-    def keep(values: Tensor) -> Tensor:
-        told.append(values)
-        return values
-
-    return keep
-
-
-def _bytes_of(values: Tensor, count: int) -> list[bytes]:
-    """Cut what all ranks tell into what each of them does."""
-    return [part.contiguous().numpy().tobytes() for part in values.chunk(count)]
+def _told_costs(rank: int, count: int, window: RolloutWindow) -> Tensor:
+    """Give what a rank tells the main one of what it has."""
+    told: Tensor = overheard(partial(agreed_outline, window, gradient_pass(OverheardProcesses(rank=rank, count=count))))
+    return told

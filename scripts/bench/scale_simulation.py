@@ -37,7 +37,7 @@ class SimulatedProcesses(Processes):
         self.rank, self.count, self._group, self._kinds = rank, count, None, {}
         self._arriving: deque[tuple[Tensor, Tensor]] = deque()
         self._sent: deque[Mapping[int, bytes]] = deque()
-        self._agreeing = 0
+        self._row = self._rows = torch.empty(0)
         self.told_bytes = self.sent_bytes = self.exchanges = 0
 
     @property
@@ -45,38 +45,43 @@ class SimulatedProcesses(Processes):
         """The processor."""
         return CPU
 
-    def everyones(self, values: Tensor) -> Tensor:
-        """Put what the others tell behind and before this one's."""
-        if self._agreeing:
-            self._agreeing -= 1
-            self.others_tell([values.numpy().tobytes()] * self.count)
-            self._arriving.rotate(2)
-        return super().everyones(values)
+    def rows_to_main(self, row: Tensor, width: int) -> Tensor | None:  # noqa: ARG002  it is known beforehand
+        """Get what the others bring, if this is the main process."""
+        self.exchanges += self.count > 1
+        if not self.is_main:
+            return None
+        self.sent_bytes += self._rows.nbytes
+        return torch.cat([row[None], self._rows[1:]])
+
+    def row_from_main(self, rows: Tensor | None, width: int) -> Tensor:  # noqa: ARG002  it is known beforehand
+        """Hand rows out, or give what the main process has for this one."""
+        self.exchanges += self.count > 1
+        if rows is not None:
+            return rows.unbind()[0]
+        self.sent_bytes += self._row.nbytes
+        return self._row.clone()
 
     def know(self, metrics: Metrics) -> None:
         """Have merged such metrics before."""
         self._kinds = kinds_of(metrics)
 
-    def others_agree(self, times: int) -> None:
-        """Have every process tell the same as this one in the next calls of `everyones`."""
-        self._agreeing = times if self.count > 1 else 0
-
     def others_are_silent(self, times: int) -> None:
         """Have the others add zeros in the next sums."""
         self._arriving.extend([_SILENCE] * times)
-
-    def others_tell(self, messages: Sequence[bytes]) -> None:
-        """Have a message of each process there for a `gather`, or the bytes of a tensor for `everyones`; this one's own is not looked at."""
-        if self.count > 1:
-            before, after = messages[: self.rank], messages[self.rank + 1 :]
-            self._arriving.append((_lengths(before), _lengths(after)))
-            self._arriving.append((_bytes(before), _bytes(after)))
 
     def main_tells(self, message: bytes) -> None:
         """Have a message there for a `from_main`, unless this is the main one."""
         if self.rank > 0:
             self._arriving.append((_lengths([message]), _lengths([])))
             self._arriving.append((_bytes([message]), _bytes([])))
+
+    def others_bring(self, rows: Tensor) -> None:
+        """Have the rows of all processes there for `rows_to_main`; this one's own is not looked at."""
+        self._rows = rows
+
+    def main_has_for_this(self, row: Tensor) -> None:
+        """Have a row there for `row_from_main`."""
+        self._row = row
 
     def others_send(self, messages: Mapping[int, bytes]) -> None:
         """Have messages there for a `send`, by the rank of who sent them."""
@@ -120,17 +125,38 @@ class ToldError(Exception):
 
 
 class OverheardProcesses(SimulatedProcesses):
-    """Ends at the first thing that this process tells all others, or, once that is known, sends to some; and says what it is."""
+    """Ends at something that this process tells others, and says what it is.
 
-    def everyones(self, values: Tensor) -> Tensor:
-        """Tell, unless the others' answers are there."""
-        if self._arriving:
-            return super().everyones(values)
-        raise ToldError(values)
+    Args:
+        rank: Which one this is.
+        count: How many there are.
+        passing: How many messages it sends, or as the main one tells all, before that.
+    """
+
+    def __init__(self, *, rank: int, count: int, passing: int = 0) -> None:
+        super().__init__(rank=rank, count=count)
+        self._passing = passing
 
     def send(self, messages: Mapping[int, bytes], *, sources: Sequence[int]) -> dict[int, bytes]:
         """Send."""
-        raise ToldError((messages, sources))
+        self._end_at((messages, sources))
+        return super().send(messages, sources=sources)
+
+    def rows_to_main(self, row: Tensor, width: int) -> Tensor | None:
+        """Tell the main process."""
+        self._end_at(row)
+        return super().rows_to_main(row, width)
+
+    def from_main(self, message: bytes | None) -> bytes:
+        """Tell, or be told."""
+        if self.is_main:
+            self._end_at(message)
+        return super().from_main(message)
+
+    def _end_at(self, told: Any) -> None:
+        if not self._passing:
+            raise ToldError(told)
+        self._passing -= 1
 
 
 def overheard(call: Callable[[], object]) -> Any:

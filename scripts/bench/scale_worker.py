@@ -57,7 +57,9 @@ class ScaleWorker:
             if call is not None:
                 seconds[name], _ = timed(call)
         for name, prepare_main in MAIN_STAGES.items():
-            seconds[name], _ = timed(prepare_main(step))
+            call = prepare_main(step)
+            if call is not None:
+                seconds[name], _ = timed(call)
         for name, prepare in SPREAD_STAGES.items():
             call = prepare(step, 0)
             if call is not None:

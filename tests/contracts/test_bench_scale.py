@@ -14,7 +14,7 @@ from rich.table import Table
 from bench import scale_compare
 from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES, SimulatedStep
 from bench.scale_report import TOTAL, main_table, prompts_table, ranks_table
-from bench.scale_step import DISTINCT_PROMPTS, NUM_GENERATIONS, PROMPTS_PER_RANK, prompt_builder, prompt_rows
+from bench.scale_step import DISTINCT_PROMPTS, PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from bench.scale_worker import SPREAD
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
@@ -32,6 +32,9 @@ def step_of(ranks: int) -> SimulatedStep:
     sampler = PromptSampler(rows, builder, preflight(rows, builder), seed=0, shuffle=True)
     return SimulatedStep(ranks, sampler, PROMPTS_PER_RANK)
 
+
+TAKES_SEVERAL = ("merge metrics", "cut shares")
+"""What a single rank has no part in."""
 
 SILENT = ("draw prompts", "pass for log-probabilities")
 """Stages in which ranks exchange nothing."""
@@ -66,7 +69,7 @@ def test_every_stage_is_measured_with_every_number_of_ranks_and_prompts(
     assert list(measured["ranks"]) == [*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES, *spread]
     for name, times in measured["ranks"].items():
         assert name.removeprefix(SPREAD) in printed
-        assert {count: len(each) for count, each in times.items()} == {"1": int(name != "merge metrics"), "4": 1}
+        assert {count: len(each) for count, each in times.items()} == {"1": int(name not in TAKES_SEVERAL), "4": 1}
     assert list(measured["exchanges"]) == [*RANK_STAGES]
     assert {count for told in measured["exchanges"].values() for count in told} == {"1", "4"}
     assert sum(told["1"][0] for told in measured["exchanges"].values()) == 0, "one rank has nobody to wait for"
@@ -127,15 +130,27 @@ def test_every_completion_is_handed_to_one_rank(step: SimulatedStep) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
-def test_of_what_others_sampled_a_rank_gets_some_numbers_and_its_share(ranks: int) -> None:
-    """Six numbers of 4 bytes for each completion, and 8 bytes for how many they are; what it trains on is as much with any number of ranks."""
+def test_of_what_others_sampled_a_rank_gets_its_share_and_where_ranks_cut(ranks: int) -> None:
+    """That is two numbers of 8 bytes for each rank, none for each completion; the share is as much with any number of ranks."""
     step = step_of(ranks)
     call: Any = step.hand_out(ranks // 2)
     processes = call.args[1].processes
     call()
-    told = PROMPTS_PER_RANK * NUM_GENERATIONS * 6 * 4 + 8
-    assert processes.told_bytes == (ranks - 1) * told
+    assert processes.told_bytes <= 2 * 8 * (ranks + 1) + 200
     assert 0 < processes.sent_bytes < 2 * len(groups_message(step.groups_of(ranks // 2)))
+
+
+@pytest.mark.parametrize("stage", ["agree on rollouts", "get rewards", "advantages", "pass for the gradient"])
+def test_elsewhere_a_rank_gets_as_much_with_any_number_of_ranks(stage: str) -> None:
+    found = []
+    for ranks in (4, 64):
+        step = step_of(ranks)
+        call = RANK_STAGES[stage](step, ranks // 2)
+        assert call is not None
+        before = step.processes.told_bytes
+        call()
+        found.append((step.processes.told_bytes - before, step.processes.sent_bytes, step.processes.exchanges))
+    assert found[0] == found[1]
 
 
 def test_there_are_as_many_prompts_as_asked_for() -> None:

@@ -29,6 +29,12 @@ assert processes.send(sent, sources=range(3)) == {other: b"from %d to %d" % (oth
 assert processes.send({2: b"x" * 70000} if main else {}, sources=[0] if rank == 2 else []) == ({0: b"x" * 70000} if rank == 2 else {})
 assert processes.to_main(bytes([rank])) == ([b"\\x00", b"\\x01", b"\\x02"] if main else [])
 
+assert (processes.least(rank), processes.most(rank), processes.most(rank / 2)) == (0, 2, 1.0)
+rows = processes.rows_to_main(torch.tensor([rank, -rank]), 2)
+assert rows.tolist() == [[0, 0], [1, -1], [2, -2]] if main else rows is None
+matrix = torch.arange(6.0).view(3, 2) if main else None
+assert processes.row_from_main(matrix, 2).tolist() == [2.0 * rank, 2.0 * rank + 1]
+
 for _ in range(2):  # names are new at first
     merged = processes.merge({"all": Mean(rank, 1), "most": Max(-rank)} | ({"one": Sum(5)} if rank == 1 else {}))
     assert merged == {"all": Mean(3, 3), "most": Max(0), "one": Sum(5)}, merged

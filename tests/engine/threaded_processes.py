@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.distributed import Number, Processes
 
 T = TypeVar("T")
 
@@ -46,9 +46,21 @@ class ThreadedProcesses(Processes):
         self._memory.barrier.wait()
         return values
 
-    def least(self, number: int) -> int:
+    def least(self, number: Number) -> Number:
         """Give the smallest of the processes' numbers."""
-        return int(self.everyones(torch.tensor([number])).min())
+        return cast("Number", self.everyones(torch.tensor([number])).min().item())
+
+    def rows_to_main(self, row: Tensor, width: int) -> Tensor | None:
+        """Give the main process the rows of all."""
+        whole = row.new_zeros(self.count, width)
+        whole[self.rank] = row
+        self.sum(whole)
+        return whole if self.is_main else None
+
+    def row_from_main(self, rows: Tensor | None, width: int) -> Tensor:
+        """Give each process its row of the main one's matrix."""
+        whole = torch.zeros(self.count, width) if rows is None else rows.clone()
+        return self.sum(whole)[self.rank]
 
     def from_main(self, message: bytes | None) -> bytes:
         """Give the main process's message."""
