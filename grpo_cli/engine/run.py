@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_cli.engine.state import RunState
 from grpo_cli.engine.strategies.choice import choose_strategy
 from grpo_cli.engine.trainer import Trainer
 from grpo_cli.engine.vision import VisionLoader
+from grpo_cli.parent_death import signal_at_parents_death
 from grpo_cli.policy.load import load_tokenizer
 from grpo_cli.recipe.load import LoadedRecipe, dump_recipe
 from grpo_cli.telemetry.console import open_console, open_view
@@ -71,6 +73,10 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         # Slurm, too: what it sends at preemption comes beside what the batch script sends.
         passed_on = processes.count > 1 or "SLURM_STEP_ID" in os.environ
         signals = stack.enter_context(StopSignals(passed_on=passed_on))
+        if (
+            "TORCHELASTIC_RUN_ID" in os.environ
+        ):  # a launcher that was killed passes nothing on, and nobody would end this process
+            signal_at_parents_death(signal.SIGTERM)
         with signals.interruptible():
             exists = output_dir.is_dir()
             if exists and processes.is_main:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from e2e.experiment import WORDS, Experiment, assert_same_run, completions, make_experiment, records, weights
@@ -336,6 +337,20 @@ def test_a_signal_saves_and_ends_all(experiment: Experiment, number: signal.Sign
     assert errors.count("stopped by") == 1
     assert "Traceback" not in errors
     assert not any(worker.is_running() for worker in workers.values())
+    done = records(launched.output)[-1]["step"]
+    assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process learns of its parent's death")
+def test_processes_of_a_killed_launcher_save_and_end(experiment: Experiment) -> None:
+    launched = Launched(experiment, "without-launcher", *ENDLESS)
+    launched.wait_for_steps(2)
+    workers = launched.workers()
+    launched.process.kill()
+    code, _, errors = launched.end()
+    assert (code, errors.count("stopped by SIGTERM")) == (-signal.SIGKILL, 1)
+    _, alive = psutil.wait_procs(workers.values(), timeout=60)
+    assert not alive
     done = records(launched.output)[-1]["step"]
     assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
 

@@ -1,14 +1,17 @@
 """Signals: at once where nothing can be lost, later elsewhere, and never swallowed."""
 
 import contextlib
+import os
 import pickle
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import pytest
 
-from grpo_cli.engine.signals import StopSignals
+from grpo_cli.engine.signals import GRACE_SECONDS, PASSED_ON_SECONDS, StopSignals
 from grpo_cli.errors import Interrupted
 
 
@@ -69,6 +72,76 @@ def test_a_second_signal_acts_as_usual() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+WAITING = """
+import ctypes
+import sys
+from grpo_cli.engine.signals import StopSignals
+
+with StopSignals(passed_on=sys.argv[1] == "passed on") as signals, signals.interruptible():
+    print("waiting", flush=True)
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)  # for ever, whatever comes: as a library that waits for another process
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "code"), [(signal.SIGTERM, signal.SIGTERM, 143), (signal.SIGTERM, signal.SIGINT, 130)]
+)
+def test_a_second_signal_ends_what_does_not_see_the_first(
+    first: signal.Signals, second: signal.Signals, code: int
+) -> None:
+    with waiting("from a terminal") as process:
+        process.send_signal(first)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(second)
+        _, errors = process.communicate(timeout=20)
+        assert (process.returncode, errors) == (code, f"stopped by a second {second.name} while waiting\n")
+
+
+@pytest.mark.slow
+def test_the_same_signal_passed_on_is_no_second_one() -> None:
+    """It comes twice at once where a launcher and a terminal send it; later than that it is another one."""
+    with waiting("passed on") as process:
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        time.sleep(GRACE_SECONDS)
+        assert process.poll() is None
+        time.sleep(PASSED_ON_SECONDS - GRACE_SECONDS)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+
+
+@contextlib.contextmanager
+def waiting(sent: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process whose main thread never sees a signal."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING, sent], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "waiting\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_signals_of_a_forked_process_are_not_this_ones() -> None:
+    with StopSignals() as signals:
+        child = os.fork()
+        if child == 0:
+            for _ in range(2):
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGINT)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(GRACE_SECONDS + 0.5)
+    assert signals.received is None
 
 
 def test_the_handlers_are_put_back() -> None:

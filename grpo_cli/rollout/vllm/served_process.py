@@ -3,7 +3,6 @@
 vLLM's processes import this module again as `__mp_main__` before anything else, so its top must stay light.
 """
 
-import ctypes
 import gc
 import os
 import signal
@@ -12,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from grpo_cli.parent_death import signal_at_parents_death
 from grpo_cli.recipe.addresses import TOKEN_VARIABLE
 from grpo_cli.rollout.vllm.limits import Limits
 from grpo_cli.rollout.vllm.middleware import Application, Gate, Scope
@@ -22,7 +22,6 @@ INSTANCE_VARIABLE = "GRPO_VLLM_INSTANCE"
 MAX_BODY_VARIABLE = "GRPO_VLLM_MAX_BODY_MIB"
 MAX_GENERATIONS_VARIABLE = "GRPO_VLLM_MAX_NUM_GENERATIONS"
 _LOOK_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 class ServedGate(Gate):
@@ -109,12 +108,6 @@ def _watch(supervisor: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies: vLLM's engine outlives a server that was killed, and holds its memory."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(arguments: list[str]) -> None:
     """Run `vllm serve ARGUMENTS` in this process.
 
@@ -149,7 +142,7 @@ def _settle_on_cpu(tensor_parallel_size: int, data_parallel_size: int) -> None:
 
 
 if __name__ == "__mp_main__":
-    _die_with_parent()
+    signal_at_parents_death(signal.SIGKILL)  # vLLM's engine outlives a server that was killed, and holds its memory
     gc.disable()
     import vllm.v1.engine.core  # noqa: F401  which they import in any case
 

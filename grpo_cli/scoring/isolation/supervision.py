@@ -11,7 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from grpo_cli.parent_death import signal_at_parents_death
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -23,11 +24,11 @@ def supervised(*descriptors: int) -> None:
     """
     if sys.platform != "linux":
         return
-    _kernel_call(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _kernel_call(_PR_SET_CHILD_SUBREAPER, 1)
+    signal_at_parents_death(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
-        _kernel_call(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_at_parents_death(signal.SIGKILL)
         return
     for descriptor in descriptors:
         os.close(descriptor)
@@ -61,7 +62,3 @@ def _end_children() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def _kernel_call(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value)
