@@ -36,7 +36,7 @@ def main_table(stages: Seconds) -> Table:
     """Draw the table of what the main rank does besides, in the same way."""
     table = _table(
         "What the main rank does besides, ms a step",
-        "Where it scores and records all completions. It does none of this with `rewards.spread` if completions are not recorded.",
+        "Where it scores and records all completions. With `rewards.spread`, if completions are not recorded, it cuts shares only.",
         ["stage", *_columns(stages)],
     )
     _add_stages(table, stages, {})
@@ -47,7 +47,7 @@ def spread_table(stages: Seconds) -> Table:
     """Draw the table of the main rank where every rank scores and nothing is recorded."""
     table = _table(
         "The main rank's time, ms a step, with `rewards.spread` where completions are not recorded",
-        "As for any other rank.",
+        "As for any other rank, but that it cuts the shares.",
         ["stage", *_columns(stages)],
     )
     _add_stages(table, stages, {})
