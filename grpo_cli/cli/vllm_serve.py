@@ -197,12 +197,15 @@ def _serving(
 def _serve(plan: ServePlan, serving: "Serving") -> None:
     """Start vLLM and stay until it ends or a signal comes."""
     from grpo_cli.engine.signals import StopSignals
+    from grpo_cli.policy.load import load_config
     from grpo_cli.rollout.vllm.arguments import engine_arguments, vllm_version
     from grpo_cli.rollout.vllm.supervisor import vllm_server
+    from grpo_cli.vision.inputs import is_vision_language
 
     version = vllm_version()
     folder = prepared_model(plan.model, plan.folder)
     on_cpu = not _sees_gpu()
+    sees = is_vision_language(load_config(plan.model, plan.folder))
     arguments = engine_arguments(
         plan.vllm,
         model=folder,
@@ -214,6 +217,8 @@ def _serve(plan: ServePlan, serving: "Serving") -> None:
         tokenizer=prepared_tokenizer(plan.model, plan.folder),
         trust_remote_code=plan.model.trust_remote_code,
         lora_rank=plan.lora_rank,
+        # Whether prompts will have images shows only in the data.
+        image_options=plan.model.processor_kwargs if sees else None,
         where=plan.where,
     )
     with StopSignals() as signals, vllm_server(arguments, serving) as server, signals.interruptible():
