@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -197,30 +197,11 @@ def _serving(
 def _serve(plan: ServePlan, serving: "Serving") -> None:
     """Start vLLM and stay until it ends or a signal comes."""
     from grpo_cli.engine.signals import StopSignals
-    from grpo_cli.policy.load import load_config
-    from grpo_cli.rollout.vllm.arguments import engine_arguments, vllm_version
+    from grpo_cli.rollout.vllm.arguments import vllm_version
     from grpo_cli.rollout.vllm.supervisor import vllm_server
-    from grpo_cli.vision.inputs import is_vision_language
 
     version = vllm_version()
-    folder = prepared_model(plan.model, plan.folder)
-    on_cpu = not _sees_gpu()
-    sees = is_vision_language(load_config(plan.model, plan.folder))
-    arguments = engine_arguments(
-        plan.vllm,
-        model=folder,
-        dtype=plan.dtype or ("float32" if on_cpu else "auto"),
-        max_model_len=plan.vllm.max_model_length,
-        seed=plan.seed,
-        on_cpu=on_cpu,
-        revision=plan.model.revision,
-        tokenizer=prepared_tokenizer(plan.model, plan.folder),
-        trust_remote_code=plan.model.trust_remote_code,
-        lora_rank=plan.lora_rank,
-        # Whether prompts will have images shows only in the data.
-        image_options=plan.model.processor_kwargs if sees else None,
-        where=plan.where,
-    )
+    arguments = served_engine(plan)
     with StopSignals() as signals, vllm_server(arguments, serving) as server, signals.interruptible():
         server.start()
         typer.echo(f"starting vLLM {version} for {serving.name} on {serving.url} (log: {serving.log_path})")
@@ -229,6 +210,35 @@ def _serve(plan: ServePlan, serving: "Serving") -> None:
         )
         typer.echo(f"ready: {serving.url} ({took:.0f} s); Ctrl-C ends it")
         server.watch()
+
+
+def served_engine(plan: ServePlan) -> dict[str, Any]:
+    """Give the arguments of vLLM's engine. Where a model sees, it can be given images: whether prompts have some shows only in the data.
+
+    Raises:
+        ModelError: If the model or its tokenizer is not there.
+        RecipeError: If `vllm.engine` holds something that it cannot.
+    """
+    from grpo_cli.policy.load import load_config
+    from grpo_cli.rollout.vllm.arguments import engine_arguments
+    from grpo_cli.vision.inputs import is_vision_language
+
+    model, on_cpu = prepared_model(plan.model, plan.folder), not _sees_gpu()
+    sees = is_vision_language(load_config(plan.model, plan.folder))
+    return engine_arguments(
+        plan.vllm,
+        model=model,
+        dtype=plan.dtype or ("float32" if on_cpu else "auto"),
+        max_model_len=plan.vllm.max_model_length,
+        seed=plan.seed,
+        on_cpu=on_cpu,
+        revision=plan.model.revision,
+        tokenizer=prepared_tokenizer(plan.model, plan.folder),
+        trust_remote_code=plan.model.trust_remote_code,
+        lora_rank=plan.lora_rank,
+        image_options=plan.model.processor_kwargs if sees else None,
+        where=plan.where,
+    )
 
 
 def _sees_gpu() -> bool:
