@@ -73,7 +73,7 @@ ServerTimeout = Annotated[
     float | None,
     typer.Option(min=1, callback=_finite, help="Seconds to be ready in. [default: 600]", show_default=False),
 ]
-MaxBodyMib = Annotated[int, typer.Option(min=1, help="Largest request, in MiB.")]
+MaxBodyMib = Annotated[int, typer.Option(min=1, help="Largest request, in MiB; images are a third longer in it.")]
 MaxNumGenerations = Annotated[
     int | None,
     typer.Option(
@@ -111,7 +111,7 @@ def vllm_serve(
     log_file: LogFile = None,
     engine: Engine = None,
 ) -> None:
-    """Serve a model with vLLM for training elsewhere: completions as token ids, and new weights after every step.
+    """Serve a model with vLLM for training elsewhere: completions as token ids, after images too, and new weights after every step.
 
     It listens on this machine alone. Another address wants a token; it covers every route but /health. Without one, all users of
     this machine can sample and change the weights: on a shared machine, set it. Token and weights travel in plain text.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 MAX_BODY_MIB = 64
-"""Unless told otherwise: a bucket travels beside HTTP, so that the longest body is a prompt of some million tokens."""
+"""Unless told otherwise: a bucket travels beside HTTP, so that the longest body is a prompt of some million tokens, or with 48 MiB of images."""
 MAX_NUM_GENERATIONS = 256
 """Unless told otherwise, or a recipe needs more."""
 

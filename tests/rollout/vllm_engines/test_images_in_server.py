@@ -2,9 +2,10 @@
 
 import base64
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow.parquet as pq
@@ -203,6 +204,23 @@ def test_a_frozen_tower_stays_as_it_is_and_a_resumed_run_is_one_that_never_stopp
     other = weights(stopped)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(tensor, other[name], atol=1e-5, rtol=0)
+
+
+def test_the_canary_notices_a_tower_whose_weights_went_to_the_wrong_places(
+    experiment: Experiment, served: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of its matrices come under each other's name: all that was sent arrives, and texts are completed as before."""
+    first, second = (f"visual.blocks.{block}.attn.proj.weight" for block in (0, 1))
+
+    def swapped(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        right = dict(checkpoint_names(model, named))
+        one, other = (next(name for name in right if name.endswith(end)) for end in (first, second))
+        right[one], right[other] = right[other], right[one]
+        return list(right.items())
+
+    monkeypatch.setattr("grpo_cli.rollout.sync.names.checkpoint_names", swapped)
+    with pytest.raises(TrainingError, match="does not sample from the trained weights"):
+        train(experiment, served, "lied", "train.max_steps=1")
 
 
 def tower_moved(it: VisionCase, output: Path) -> bool:
