@@ -174,9 +174,10 @@ class VllmClient:
         asked = {**body, "return_token_ids": True, "return_tokens_as_token_ids": True}
         content = json.dumps(asked, separators=(",", ":"), default=_in_base64).encode()
         if len(content) > max_bytes:
+            what = f"prompt {body['uid']} with its images" if "images" in body else "a prompt"
             raise TrainingError(
-                f"{self}: prompt {body.get('uid', '')} takes {len(content):,} bytes with its images; allowed: {max_bytes:,}",
-                hint="make its images smaller, or start the server with a larger --max-body-mib",
+                f"{self}: {what} takes {len(content):,} bytes; allowed: {max_bytes:,}",
+                hint="make it smaller, or start the server with a larger --max-body-mib",
             )
         try:
             answer = await self._once("POST", path, content=content, headers=_JSON)

@@ -71,11 +71,13 @@ def test_a_request_as_long_as_the_server_takes_is_sent_and_a_longer_one_is_not(s
     length = server.lengths[-1]
     ask(server.url, lambda client: client.completions(asked, max_bytes=length))
     with pytest.raises(
-        TrainingError, match=rf"prompt 0:7 takes {length} bytes with its images; allowed: {length - 1}"
+        TrainingError, match=rf"prompt 0:7 with its images takes {length} bytes; allowed: {length - 1}"
     ) as caught:
         ask(server.url, lambda client: client.completions(asked, max_bytes=length - 1))
     assert "--max-body-mib" in str(caught.value.hint)
     assert not isinstance(caught.value, ServerError)
+    with pytest.raises(TrainingError, match=r"a prompt takes \d+ bytes; allowed: 50\n"):
+        ask(server.url, lambda client: client.completions(BODY, max_bytes=50))
     assert len(server.calls) == 2
 
 
