@@ -278,6 +278,7 @@ class ServerEngine:
         fields = sampling_fields(sampling, n=count, seed=first_seed(seed_key, prompt.uid, n=count))
         named = {"model": ADAPTER_NAME} if self._sends_adapters else {}
         if prompt.images:
+            assert not self._sends_adapters, "those of a model that sees are merged"
             return {**ImagePrompt.of(prompt, self._tokenizer).request(), **fields}
         return {"prompt": list(prompt.ids), **named, **fields}
 

@@ -27,6 +27,7 @@ from grpo_cli.rollout.sync.names import checkpoint_names
 from grpo_cli.rollout.sync.transports import SharedMemoryTransport
 from grpo_cli.rollout.vllm.client import VllmClient
 from grpo_cli.rollout.vllm.fit import Needs
+from grpo_cli.rollout.vllm.limits import AFTER_IMAGES
 from grpo_cli.rollout.vllm.prompt_images import ImagePrompt
 from grpo_cli.rollout.vllm.sampling import sampling_fields
 from grpo_cli.rollout.vllm.server_engine import ServerEngine
@@ -139,17 +140,33 @@ def test_greedy_completions_and_those_that_a_regular_expression_or_a_string_ends
     } | {-1}
 
 
+def request(it: VisionCase, *, n: int, **sampling: Any) -> dict[str, Any]:
+    """Ask for completions of a prompt with an image, as JSON."""
+    asked = ImagePrompt.of(it.prompts[1], it.processor.tokenizer).request()
+    images = [base64.b64encode(image).decode() for image in asked["images"]]
+    return {**asked, "images": images, **sampling_fields(it.sampling(**sampling), n=n, seed=0)}
+
+
+def test_values_of_wrong_types_are_refused_before_the_engine_gets_them(it: VisionCase, served: VllmServer) -> None:
+    """The engine is another process, which would end at some of them."""
+    right = request(it, n=1)
+    assert served.ask("POST", AFTER_IMAGES, json=right).status_code == 200
+    for name, value in (
+        *(("max_tokens", 8.5), ("max_tokens", "8"), ("temperature", "1"), ("stop_token_ids", ["a"]), ("stop", [1])),
+        *(("logit_bias", {"a": 1.0}), ("structured_outputs", {"regex": 3}), ("logprobs", [0])),
+    ):
+        answer = served.ask("POST", AFTER_IMAGES, json={**right, name: value})
+        assert (answer.status_code, "prompt 0:1: Expected" in answer.text) == (400, True), (name, value, answer.text)
+    assert served.ask("POST", AFTER_IMAGES, json=right).status_code == 200
+
+
 def test_it_stops_sampling_when_its_client_leaves(it: VisionCase, served: VllmServer, engine: ServerEngine) -> None:
     sampled(it, engine, 7)
-    request = ImagePrompt.of(it.prompts[1], it.processor.tokenizer).request()
-    body = {**request, "images": [base64.b64encode(image).decode() for image in request["images"]]}
-    endless = sampling_fields(
-        it.sampling(max_tokens=200, min_tokens=200), n=128, seed=0
-    )  # a quarter of a minute's work
+    endless = request(it, n=128, max_tokens=200, min_tokens=200)  # a quarter of a minute's work
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{served.url}/grpo/completions",
-            json={**body, **endless},
+            f"{served.url}{AFTER_IMAGES}",
+            json=endless,
             headers=served.headers,
             timeout=httpx.Timeout(10, read=0.5),
             trust_env=False,
