@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +48,9 @@ class ProtocolServer:
         max_model_len: What it says of itself.
         max_num_seqs: Likewise.
         max_lora_rank: Likewise.
+        max_body_bytes: Likewise.
+        max_images: Likewise.
+        image_options: Likewise.
         seconds: That a completion request takes.
     """
 
@@ -59,16 +62,22 @@ class ProtocolServer:
         max_model_len: int = 512,
         max_num_seqs: int = 8,
         max_lora_rank: int = 0,
+        max_body_bytes: int = 1 << 20,
+        max_images: int = 0,
+        image_options: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
     ) -> None:
         self.token, self.seconds = token, seconds
         self.world_size, self.max_model_len, self.max_num_seqs = world_size, max_model_len, max_num_seqs
-        self.max_lora_rank = max_lora_rank
+        self.max_lora_rank, self.max_body_bytes = max_lora_rank, max_body_bytes
+        self.max_images, self.image_options = max_images, image_options or {}
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         """What goes wrong with the next requests for a path, in turn."""
         self.always: dict[str, Fault] = {}
         """What goes wrong with every request for a path."""
         self.calls: list[tuple[str, Any]] = []
+        self.lengths: list[int] = []
+        """Of the bodies of these calls."""
         self.left: list[str] = []
         """Paths of requests whose client went away before the answer."""
         self.at_once = self.most_at_once = 0
@@ -119,7 +128,7 @@ class ProtocolServer:
         match path:
             case "/grpo/status":
                 return self._status()
-            case "/v1/completions":
+            case "/v1/completions" | "/grpo/completions":
                 return self._complete(body)
             case "/health" | "/pause" | "/resume":
                 self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
@@ -156,6 +165,9 @@ class ProtocolServer:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_generations": 64,
+            "max_body_bytes": self.max_body_bytes,
+            "max_images": self.max_images,
+            "image_options": self.image_options,
             "max_lora_rank": self.max_lora_rank,
             "dtype": "float32",
         }
@@ -227,6 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(raw) if raw else None
         with self.owner.lock:
             self.owner.calls.append((path, body))
+            self.owner.lengths.append(len(raw))
             faults = self.owner.faults[path]
             fault = faults.popleft() if faults else self.owner.always.get(path)
         if self.owner.token is not None and self.headers.get("authorization") != f"Bearer {self.owner.token}":

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -73,7 +73,7 @@ ServerTimeout = Annotated[
     float | None,
     typer.Option(min=1, callback=_finite, help="Seconds to be ready in. [default: 600]", show_default=False),
 ]
-MaxBodyMib = Annotated[int, typer.Option(min=1, help="Largest request, in MiB.")]
+MaxBodyMib = Annotated[int, typer.Option(min=1, help="Largest request, in MiB; images are a third longer in it.")]
 MaxNumGenerations = Annotated[
     int | None,
     typer.Option(
@@ -111,7 +111,7 @@ def vllm_serve(
     log_file: LogFile = None,
     engine: Engine = None,
 ) -> None:
-    """Serve a model with vLLM for training elsewhere: completions as token ids, and new weights after every step.
+    """Serve a model with vLLM for training elsewhere: completions as token ids, after images too, and new weights after every step.
 
     It listens on this machine alone. Another address wants a token; it covers every route but /health. Without one, all users of
     this machine can sample and change the weights: on a shared machine, set it. Token and weights travel in plain text.
@@ -197,25 +197,11 @@ def _serving(
 def _serve(plan: ServePlan, serving: "Serving") -> None:
     """Start vLLM and stay until it ends or a signal comes."""
     from grpo_cli.engine.signals import StopSignals
-    from grpo_cli.rollout.vllm.arguments import engine_arguments, vllm_version
+    from grpo_cli.rollout.vllm.arguments import vllm_version
     from grpo_cli.rollout.vllm.supervisor import vllm_server
 
     version = vllm_version()
-    folder = prepared_model(plan.model, plan.folder)
-    on_cpu = not _sees_gpu()
-    arguments = engine_arguments(
-        plan.vllm,
-        model=folder,
-        dtype=plan.dtype or ("float32" if on_cpu else "auto"),
-        max_model_len=plan.vllm.max_model_length,
-        seed=plan.seed,
-        on_cpu=on_cpu,
-        revision=plan.model.revision,
-        tokenizer=prepared_tokenizer(plan.model, plan.folder),
-        trust_remote_code=plan.model.trust_remote_code,
-        lora_rank=plan.lora_rank,
-        where=plan.where,
-    )
+    arguments = served_engine(plan)
     with StopSignals() as signals, vllm_server(arguments, serving) as server, signals.interruptible():
         server.start()
         typer.echo(f"starting vLLM {version} for {serving.name} on {serving.url} (log: {serving.log_path})")
@@ -224,6 +210,35 @@ def _serve(plan: ServePlan, serving: "Serving") -> None:
         )
         typer.echo(f"ready: {serving.url} ({took:.0f} s); Ctrl-C ends it")
         server.watch()
+
+
+def served_engine(plan: ServePlan) -> dict[str, Any]:
+    """Give the arguments of vLLM's engine. Where a model sees, it can be given images: whether prompts have some shows only in the data.
+
+    Raises:
+        ModelError: If the model or its tokenizer is not there.
+        RecipeError: If `vllm.engine` holds something that it cannot.
+    """
+    from grpo_cli.policy.load import load_config
+    from grpo_cli.rollout.vllm.arguments import engine_arguments
+    from grpo_cli.vision.inputs import is_vision_language
+
+    model, on_cpu = prepared_model(plan.model, plan.folder), not _sees_gpu()
+    sees = is_vision_language(load_config(plan.model, plan.folder))
+    return engine_arguments(
+        plan.vllm,
+        model=model,
+        dtype=plan.dtype or ("float32" if on_cpu else "auto"),
+        max_model_len=plan.vllm.max_model_length,
+        seed=plan.seed,
+        on_cpu=on_cpu,
+        revision=plan.model.revision,
+        tokenizer=prepared_tokenizer(plan.model, plan.folder),
+        trust_remote_code=plan.model.trust_remote_code,
+        lora_rank=plan.lora_rank,
+        image_options=plan.model.processor_kwargs if sees else None,
+        where=plan.where,
+    )
 
 
 def _sees_gpu() -> bool:

@@ -1,6 +1,7 @@
 """vLLM as the engine that samples: in the processes that train, or in servers that run already or are started here."""
 
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +13,6 @@ from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
-from grpo_cli.errors import TrainingError
 from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_config, prepared_location
@@ -81,10 +81,9 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
         stack: Ends the started server.
 
     Raises:
-        TrainingError: If prompts have images, a server does not start, cannot be reached, or wants another token.
-        ModelError: If it does not take sequences as long as the run's.
+        TrainingError: If a server does not start, cannot be reached, or wants another token.
+        ModelError: If it serves another model, or does not take images or sequences as the run has them.
     """
-    _refuse_images(inputs)
     recipe, dtype = inputs.recipe, sampling_dtype(inputs.recipe, policy)
     section, device = recipe.vllm, inputs.processes.device
     token = read_token(section.token_file, inputs.folder)
@@ -115,6 +114,7 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
             device=device.type,
             longest=inputs.longest_sequence,
             num_generations=inputs.most_generations,
+            image_options=_image_options(inputs),
         ),
         server_timeout=section.server_timeout,
         on_progress=told.progress,
@@ -130,13 +130,9 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
     return StartedServerEngine(engine, server, server_timeout=section.server_timeout, say=told.say)
 
 
-def _refuse_images(inputs: SamplingInputs) -> None:
-    if inputs.vision is not None:
-        raise TrainingError(
-            "vllm.mode: found server, but prompts of this run have images, which are not sent to servers; allowed with images: colocate, "
-            "or none",
-            hint="set vllm.mode to colocate, or leave it out",
-        )
+def _image_options(inputs: SamplingInputs) -> Mapping[str, Any] | None:
+    """Give the options of what prepares images; None: no prompt has one."""
+    return None if inputs.vision is None else inputs.recipe.model.processor_kwargs
 
 
 def _start_server(inputs: SamplingInputs, dtype: str, token: str, told: Told, stack: ExitStack) -> ServerProcess:
@@ -174,7 +170,7 @@ def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
         tokenizer=None if tokenizer is None else prepared_location(tokenizer, inputs.folder).name_or_path,
         trust_remote_code=model.trust_remote_code,
         lora_rank=lora_rank_to_send(recipe.vllm, model.lora, config=load_config(model, inputs.folder)),
-        image_options=None if inputs.vision is None else model.processor_kwargs,
+        image_options=_image_options(inputs),
         sharing_memory=inputs.processes.sharing_memory if recipe.vllm.mode == "colocate" else None,
     )
 

@@ -1,62 +1,51 @@
-"""Runs whose prompts have images, with vLLM."""
+"""Runs whose prompts have images, with vLLM in their own process and in a server that they start."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e.experiment import Experiment, make_experiment
+from e2e.experiment import Experiment, completions
+from image_experiments import assert_sampled_as_trained, make_image_experiment
 from optional_packages import needs_vllm
-from vision_prompts import PICTURES
+from protocol_server import ProtocolServer
+from vllm_server import free_port
 
 from grpo_cli.engine.run import run
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import ModelError
 from grpo_cli.recipe.load import load_recipe
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
+SETTINGS = (
+    *("train.max_steps=3", "vllm.canary_steps=1", "train.learning_rate=0.01"),
+    *("model.lora.r=4", "model.processor_kwargs={size: {shortest_edge: 64, longest_edge: 256}}"),
+)
+
 
 @pytest.fixture
 def experiment(vision_folder: Callable[[str], Path], tmp_path: Path) -> Experiment:
-    """Rows with two images, one and none."""
-    made = make_experiment(
-        tmp_path,
-        vision_folder("qwen2_5_vl"),
-        dataset={"name": "rows/data.jsonl", "conversational": True},
-        rewards={"reward_funcs": ["my_rewards.varied"]},
-    )
-    with (tmp_path / "my_rewards.py").open("a") as file:
-        file.write("\n\ndef varied(completion_ids, **_):\n    return [len(set(ids)) / 6 for ids in completion_ids]\n")
-    (tmp_path / "rows").mkdir()
-    for number, image in enumerate(PICTURES):
-        (tmp_path / "rows" / f"{number}.png").write_bytes(image)
-    rows = [
-        {"prompt": "What are they?", "images": ["0.png", "1.png"]},
-        {"prompt": "What is it?", "images": ["2.png"]},
-        {"prompt": "What?", "images": []},
+    return make_image_experiment(tmp_path, vision_folder("qwen2_5_vl"))
+
+
+def test_a_server_that_does_not_see_is_refused_before_the_first_step(experiment: Experiment) -> None:
+    with ProtocolServer(max_images=0) as server:
+        settings = ["vllm.mode=server", f"vllm.server_base_urls=[{server.url}]"]
+        server.always["/grpo/status"] = lambda right: {**right, "sizes": {}}
+        with pytest.raises(ModelError, match=f"{server.url}: it takes no images, but prompts of this run have some"):
+            run(load_recipe(experiment.recipe, settings))
+
+
+def test_vllm_samples_what_the_trainer_would_have_in_its_process_and_in_a_server_that_it_starts(
+    experiment: Experiment,
+) -> None:
+    """With options of the processor and adapters, which go into the weights: larger images take other tokens, which would be an error."""
+    started = ("vllm.mode=server", "vllm.start=true", f"vllm.server_port={free_port()}")
+    for output, mode in (("inside", ("vllm.mode=colocate",)), ("started", started)):
+        settings = (*mode, *SETTINGS, f"train.output_dir={experiment.output(output)}")
+        run(load_recipe(experiment.recipe, list(settings)))
+        assert_sampled_as_trained(experiment.output(output), 3)
+    sampled = [
+        [[row["completion"] for row in rows] for rows in completions(experiment.output(output)).values()]
+        for output in ("inside", "started")
     ]
-    (tmp_path / "rows" / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return made
-
-
-def test_servers_are_refused_before_anything_is_waited_for(experiment: Experiment) -> None:
-    with pytest.raises(TrainingError, match=r"vllm\.mode: found server, but prompts of this run have images"):
-        run(load_recipe(experiment.recipe, ["vllm.mode=server"]))
-
-
-def test_vllm_in_the_training_process_samples_what_the_trainer_would_have(experiment: Experiment) -> None:
-    settings = [
-        "vllm.mode=colocate",
-        "train.max_steps=3",
-        "vllm.canary_steps=1",
-        "model.lora.r=4",
-        "train.learning_rate=0.01",
-    ]
-    run(load_recipe(experiment.recipe, settings))
-    lines = (experiment.output() / "metrics.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if "loss" in one]
-    assert [one["step"] for one in steps] == [1, 2, 3]
-    assert steps[0]["grad_norm"] > 0.0
-    # The same model in float32: another order of sums is all that differs. A step without a gradient needs no log-probabilities.
-    assert steps[0]["sampling/logp_difference/max"] < 1e-4
-    assert max(one["canary/logp_difference/max"] for one in steps) < 1e-4
+    assert sampled[0] == sampled[1]

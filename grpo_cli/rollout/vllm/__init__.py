@@ -1,5 +1,5 @@
 """vLLM as the rollout engine: in a server of its own (`server_engine`) or in the training processes (`colocate`).
 
-`loading`, `weight_transfer` and `worker_extension` run inside vLLM's processes and import it; nothing else does before an engine
-is made.
+`loading`, `weight_transfer`, `worker_extension`, `engine_parameters` and `served_images` are for processes where vLLM runs, and import it;
+nothing else does before an engine is made.
 """

@@ -5,7 +5,9 @@ here: whoever sends them begins anew as a whole.
 """
 
 import asyncio
+import base64
 import errno
+import json
 import os
 import ssl
 import time
@@ -22,6 +24,7 @@ from grpo_cli import __version__
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.engine import EngineLostError
 from grpo_cli.rollout.vllm.completion import SampledTokens
+from grpo_cli.rollout.vllm.limits import AFTER_IMAGES, AFTER_TEXT
 from grpo_cli.types import FinishReason, PolicyVersion
 
 _ATTEMPTS = 3
@@ -29,6 +32,7 @@ _KEPT_ALIVE_SECONDS = 2.0
 """A connection that idles longer is not used again: vLLM closes it after 5, perhaps just when a request is on its way."""
 _ALONE = {"connection": "close"}
 """Of calls that may fail by design: vLLM closes a connection after an error without a word, perhaps just when the next call uses it."""
+_JSON = {"content-type": "application/json"}
 _LOOK_SECONDS = 2.0
 """Between two looks at whether a server that has not answered yet still has an engine."""
 _LONGEST_ANSWER = 300
@@ -64,6 +68,9 @@ class ServerStatus:
         max_model_len: Longest prompt and completion together, in tokens.
         max_num_seqs: Completions that it samples at once.
         max_num_generations: Most completions of one prompt in one request.
+        max_body_bytes: Longest request.
+        max_images: Most images of one prompt; 0: it sees none.
+        image_options: Of what prepares them.
         max_lora_rank: Largest rank of adapters; 0: it takes none.
         model: What it calls its model.
         sizes: Of the model, such as `vocab_size`.
@@ -79,6 +86,9 @@ class ServerStatus:
     max_model_len: int
     max_num_seqs: int
     max_num_generations: int
+    max_body_bytes: int
+    max_images: int
+    image_options: Mapping[str, Any]
     max_lora_rank: int
     model: str
     sizes: Mapping[str, int]
@@ -145,21 +155,32 @@ class VllmClient:
         """Return if the engine behind the server is alive."""
         await self._repeat("GET", "/health", quick=True)
 
-    async def completions(self, body: Mapping[str, Any]) -> list[SampledTokens]:
+    async def completions(self, body: Mapping[str, Any], *, max_bytes: int) -> list[SampledTokens]:
         """Complete one prompt.
 
         Args:
-            body: Of `/v1/completions`. `n` completions are asked for, with log-probabilities.
+            body: Of `/v1/completions`; with images, what `ImagePrompt.request` says besides. `n` completions are asked for, with
+                log-probabilities.
+            max_bytes: Longest request that the server takes. It would leave the line in the middle of a longer one.
 
         Returns:
             `n` completions in the order of their index.
 
         Raises:
-            TrainingError: Also if the server is alive and takes too long: it, or another, would take as long again.
+            TrainingError: Also if the request is too long, or the server is alive and takes too long: it, or another, would take as long
+                again.
         """
+        path = AFTER_IMAGES if "images" in body else AFTER_TEXT
         asked = {**body, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        content = json.dumps(asked, separators=(",", ":"), default=_in_base64).encode()
+        if len(content) > max_bytes:
+            what = f"prompt {body['uid']} with its images" if "images" in body else "a prompt"
+            raise TrainingError(
+                f"{self}: {what} takes {len(content):,} bytes; allowed: {max_bytes:,}",
+                hint="make it smaller, or start the server with a larger --max-body-mib",
+            )
         try:
-            answer = await self._once("POST", "/v1/completions", json=asked)
+            answer = await self._once("POST", path, content=content, headers=_JSON)
         except _NoConnectionError:
             raise
         except ServerTimeoutError as late:
@@ -175,9 +196,9 @@ class VllmClient:
             sampled = [_sampled(choice) for choice in choices]
         except (ValueError, KeyError, TypeError) as error:
             why = str(error) if isinstance(error, ValueError) else repr(error)
-            raise self._failure(f"POST /v1/completions: an answer that cannot be read: {why}") from None
+            raise self._failure(f"POST {path}: an answer that cannot be read: {why}") from None
         if len(sampled) != body["n"]:
-            raise self._failure(f"POST /v1/completions: {len(sampled)} completions instead of {body['n']}")
+            raise self._failure(f"POST {path}: {len(sampled)} completions instead of {body['n']}")
         return sampled
 
     async def pause(self) -> None:
@@ -302,6 +323,11 @@ class VllmClient:
 
     def __str__(self) -> str:
         return f"vLLM server {self.base_url}"
+
+
+def _in_base64(image: bytes) -> str:
+    """Write what JSON does not have."""
+    return base64.b64encode(image).decode("ascii")
 
 
 def _sampled(choice: Mapping[str, Any]) -> SampledTokens:

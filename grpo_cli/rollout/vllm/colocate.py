@@ -194,21 +194,9 @@ class ColocateEngine:
 
     def _parameters(self, prompt: Prompt, sampling: Sampling, n: int, seed_key: tuple[int | str, ...]) -> Any:
         """Make vLLM's sampling parameters for a prompt."""
-        from vllm.sampling_params import (  # noqa: PLC0415  only within a containment
-            RequestOutputKind,
-            SamplingParams,
-            StructuredOutputsParams,
-        )
+        from grpo_cli.rollout.vllm.engine_parameters import engine_parameters  # noqa: PLC0415  it imports vLLM
 
-        fields = sampling_fields(sampling, n=n, seed=first_seed(seed_key, prompt.uid, n=n))
-        structured = fields.pop("structured_outputs", None)
-        return SamplingParams(
-            **fields,
-            structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
-            detokenize=bool(sampling.stop_strings),
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return engine_parameters(sampling_fields(sampling, n=n, seed=first_seed(seed_key, prompt.uid, n=n)))
 
     def _sample(
         self,

@@ -23,6 +23,7 @@ class Needs:
         device: Type of the device that trains, such as `cuda`; None: anything.
         longest: Longest prompt and completion together in tokens; None: not known.
         num_generations: Most completions of one prompt.
+        image_options: Of what prepares the images of its prompts; None: they have none.
     """
 
     model: str = "another model"
@@ -31,6 +32,7 @@ class Needs:
     device: str | None = None
     longest: int | None = None
     num_generations: int = 1
+    image_options: Mapping[str, Any] | None = None
 
 
 def model_sizes(config: Any) -> dict[str, int]:
@@ -73,6 +75,7 @@ def check_fit(server: str, status: "ServerStatus", needs: Needs) -> None:
             f"{server}: it computes in {status.dtype}, but this run counts on {needs.dtype} (vllm.dtype)",
             hint=f"start it with --dtype {needs.dtype}, or set vllm.dtype to {status.dtype}",
         )
+    _check_sight(server, status, needs)
     if needs.longest is not None and status.max_model_len < needs.longest:
         raise ModelError(
             f"{server}: its longest sequence is {status.max_model_len} tokens, but a prompt and its completion can have "
@@ -85,4 +88,21 @@ def check_fit(server: str, status: "ServerStatus", needs: Needs) -> None:
             f"{server}: it samples up to {status.max_num_generations} completions of a prompt, but this run asks for "
             f"{needs.num_generations}",
             hint=f"start it with --max-num-generations {needs.num_generations}, or lower grpo.num_generations or eval.num_generations",
+        )
+
+
+def _check_sight(server: str, status: "ServerStatus", needs: Needs) -> None:
+    """Compare what is made of images; some differences leave the tokens of a prompt as they are."""
+    if needs.image_options is None:
+        return
+    if status.max_images == 0:
+        raise ModelError(
+            f"{server}: it takes no images, but prompts of this run have some",
+            hint=f"start it with a model that sees, as {needs.model} does: `grpo vllm-serve RECIPE`",
+        )
+    if status.image_options != needs.image_options:
+        raise ModelError(
+            f"{server}: it prepares images with the options {dict(status.image_options)}, but this run with {dict(needs.image_options)} "
+            "(model.processor_kwargs)",
+            hint="start it with this recipe: `grpo vllm-serve RECIPE`",
         )

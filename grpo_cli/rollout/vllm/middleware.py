@@ -4,15 +4,17 @@ vLLM's own key guards a part of its routes only. Here nothing passes but a short
 This module knows neither vLLM nor a web framework: it speaks ASGI.
 """
 
+import asyncio
 import hmac
 import json
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from grpo_cli.errors import TrainingError
 from grpo_cli.recipe.addresses import is_loopback, split_url
-from grpo_cli.rollout.vllm.limits import Limits
+from grpo_cli.rollout.vllm.limits import AFTER_IMAGES, AFTER_TEXT, Limits
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -26,7 +28,8 @@ OPEN = "/health"
 ROUTES = {
     OPEN: "GET",
     STATUS: "GET",
-    "/v1/completions": "POST",
+    AFTER_TEXT: "POST",
+    AFTER_IMAGES: "POST",
     "/pause": "POST",
     "/resume": "POST",
     "/init_weight_transfer_engine": "POST",
@@ -46,7 +49,15 @@ class Engine(Protocol):
     """What stands behind the gate."""
 
     def description(self, scope: Scope) -> dict[str, Any]:
-        """Give what does not change: grpo, model, sizes, world_size, vllm, device, max_model_len, max_num_seqs, max_lora_rank, dtype."""
+        """Give what does not change: all of `ServerStatus` but what the gate knows itself."""
+        ...
+
+    async def complete(self, scope: Scope, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete a prompt with images; stop when cancelled.
+
+        Raises:
+            TrainingError: If that cannot be done as it is asked.
+        """
         ...
 
     async def settle(self, scope: Scope) -> None:
@@ -124,9 +135,27 @@ class Gate:
             await self._app(scope, receive, send)
         else:
             body = await self._read(scope, receive)
-            if scope["path"] == "/v1/completions":
-                self._bound(body)
+            if scope["path"] == AFTER_IMAGES:
+                await _answer(send, 200, await self._complete(scope, self._bounded(body), receive))
+                return
+            if scope["path"] == AFTER_TEXT:
+                self._bounded(body)
             await self._app(scope, _replay(body, receive), self._noting(scope, body, send))
+
+    async def _complete(self, scope: Scope, asked: Mapping[str, Any], receive: Receive) -> dict[str, Any]:
+        """Have a prompt with images completed, for as long as the client waits for it."""
+        work, leaving = asyncio.ensure_future(self._engine.complete(scope, asked)), asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _Gone
+            return work.result()
+        except TrainingError as error:
+            hint = "" if error.hint is None else f" ({error.hint})"
+            raise _Refusal(400, f"{error.message}{hint}") from error
+        finally:
+            work.cancel()
+            leaving.cancel()
 
     def _known(self) -> dict[str, Any]:
         weights = self._weights
@@ -136,6 +165,7 @@ class Gate:
             "checksum": weights.checksum,
             "paused": weights.paused,
             "max_num_generations": self._limits.max_num_generations,
+            "max_body_bytes": self._limits.max_body_bytes,
         }
 
     def _admit(self, scope: Scope) -> None:
@@ -180,8 +210,8 @@ class Gate:
                 raise _Refusal(413, f"the request has more than {limit:,} bytes (--max-body-mib)")
         return bytes(body)
 
-    def _bound(self, body: bytes) -> None:
-        """Refuse more than one prompt and too many completions. vLLM reads the same JSON, but some of it with more good will."""
+    def _bounded(self, body: bytes) -> Mapping[str, Any]:
+        """Read a body; refuse more than one prompt and too many completions. vLLM reads the same JSON, some of it with more good will."""
         try:
             asked = json.loads(body)
         except (ValueError, RecursionError):
@@ -194,6 +224,7 @@ class Gate:
         # vLLM would take "8" and 8.0 for 8, so only what is a number here can be compared here.
         if number is not None and (type(number) is not int or number > limit):
             raise _Refusal(400, f"n is {number!r}; allowed: up to {limit} (--max-num-generations)")
+        return asked
 
     def _noting(self, scope: Scope, body: bytes, send: Send) -> Send:
         """Keep what the engine's answer says of pauses and weights."""

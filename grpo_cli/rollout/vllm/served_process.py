@@ -3,12 +3,14 @@
 vLLM's processes import this module again as `__mp_main__` before anything else, so its top must stay light.
 """
 
+import asyncio
 import gc
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_cli.parent_death import signal_at_parents_death
@@ -21,6 +23,8 @@ INSTANCE_VARIABLE = "GRPO_VLLM_INSTANCE"
 """How its supervisor calls this start of it."""
 MAX_BODY_VARIABLE = "GRPO_VLLM_MAX_BODY_MIB"
 MAX_GENERATIONS_VARIABLE = "GRPO_VLLM_MAX_NUM_GENERATIONS"
+_OPENED_AT_ONCE = 4
+"""Prompts whose images are prepared: open they take much more memory than encoded, and vLLM prepares one prompt at a time."""
 _LOOK_SECONDS = 0.5
 
 
@@ -44,6 +48,9 @@ class ServedGate(Gate):
 class ServedEngine:
     """The engine behind vLLM's HTTP server."""
 
+    def __init__(self) -> None:
+        self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
+
     def description(self, scope: Scope) -> dict[str, Any]:
         """Give what does not change while it runs."""
         import vllm  # noqa: PLC0415  only where vLLM runs
@@ -52,6 +59,7 @@ class ServedEngine:
         from grpo_cli.rollout.vllm.fit import model_sizes  # noqa: PLC0415
 
         config = scope["app"].state.engine_client.vllm_config
+        sight = config.model_config.multimodal_config
         return {
             "grpo": __version__,
             "model": config.model_config.served_model_name,
@@ -60,15 +68,24 @@ class ServedEngine:
             "vllm": vllm.__version__,
             "device": str(config.device_config.device_type),
             "max_model_len": config.model_config.max_model_len,
+            "max_images": 0 if sight is None else sight.get_limit_per_prompt("image"),
+            "image_options": {} if sight is None else sight.mm_processor_kwargs or {},
             "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
             # Each copy of the model has a scheduler of its own.
             "max_num_seqs": config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
         }
 
+    async def complete(self, scope: Scope, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete a prompt with images. See `completed_after_images`."""
+        from grpo_cli.rollout.vllm.served_images import completed_after_images  # noqa: PLC0415  only where vLLM runs
+
+        return await completed_after_images(scope["app"].state.engine_client, asked, opening=self._opening)
+
     async def settle(self, scope: Scope) -> None:
-        """Have the workers use the adapters that came, and let requests name them."""
+        """Forget what old weights saw in images, have the workers use the adapters that came, and let requests name them."""
         state = scope["app"].state
+        await state.engine_client.reset_encoder_cache()
         if state.engine_client.vllm_config.lora_config is None:
             return
         from grpo_cli.rollout.vllm.adapter_loading import adapter_request  # noqa: PLC0415  only where vLLM runs

@@ -23,6 +23,7 @@ from grpo_cli.rollout.vllm.client import ServerError, ServerStatus, VllmClient
 from grpo_cli.rollout.vllm.completion import completed_group
 from grpo_cli.rollout.vllm.fit import Needs, check_fit
 from grpo_cli.rollout.vllm.limits import ADAPTER_NAME
+from grpo_cli.rollout.vllm.prompt_images import ImagePrompt
 from grpo_cli.rollout.vllm.sampling import first_seed, sampling_fields
 from grpo_cli.rollout.vllm.server_receiver import ServerReceiver
 from grpo_cli.rollout.vllm.servers import Server, leave_out, none_left, outcomes, states, together
@@ -276,6 +277,9 @@ class ServerEngine:
         count = 1 if sampling.temperature == 0 else num_generations
         fields = sampling_fields(sampling, n=count, seed=first_seed(seed_key, prompt.uid, n=count))
         named = {"model": ADAPTER_NAME} if self._sends_adapters else {}
+        if prompt.images:
+            assert not self._sends_adapters, "those of a model that sees are merged"
+            return {**ImagePrompt.of(prompt, self._tokenizer).request(), **fields}
         return {"prompt": list(prompt.ids), **named, **fields}
 
     def _answers(self, bodies: Sequence[Mapping[str, Any]]) -> Generator[Answer]:

@@ -1,12 +1,13 @@
 """The servers as the trainer sees them: which of them sample from the weights that they were given."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.vllm.client import ServerError, ServerStatus, VllmClient
+from grpo_cli.rollout.vllm.completion import SampledTokens
 
 T = TypeVar("T")
 
@@ -30,6 +31,11 @@ class Server:
     client: VllmClient
     serving: ServerStatus | None = None
     failure: str | None = None
+
+    async def complete(self, body: Mapping[str, Any]) -> list[SampledTokens]:
+        """Have it complete one prompt. See `VllmClient.completions`."""
+        assert self.serving is not None, "only a server that was given weights is asked"
+        return await self.client.completions(body, max_bytes=self.serving.max_body_bytes)
 
     def serves(self) -> bool:
         """Tell whether it may be asked for completions."""

@@ -130,5 +130,5 @@ class Spreading:
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
                     await server.check()
-                return await server.client.completions(body)
+                return await server.complete(body)
         raise AssertionError("the last attempt returns or raises")

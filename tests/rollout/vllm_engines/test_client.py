@@ -1,6 +1,7 @@
 """One server over HTTP, on real sockets: every way to fail is one line, and nothing unsafe is done twice."""
 
 import asyncio
+import base64
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -45,12 +46,39 @@ def ask(
 
 
 def test_completions_come_in_the_order_of_their_index(server: ProtocolServer) -> None:
-    sampled = ask(server.url, lambda client: client.completions(BODY))
+    sampled = ask(server.url, lambda client: client.completions(BODY, max_bytes=1000))
     assert [one.ids for one in sampled] == [tuple(sampled_ids(None, [1, 2], 5 + index)) for index in range(3)]
     assert [one.logps for one in sampled] == [tuple(-token / 100 for token in one.ids) for one in sampled]
     assert {one.finish_reason for one in sampled} == {FinishReason.LENGTH}
     [(_, body)] = server.calls
     assert body == {**BODY, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+def test_a_prompt_with_images_goes_to_a_route_of_its_own_with_each_image_in_base64(server: ProtocolServer) -> None:
+    content = bytes(range(256))
+    asked = {**BODY, "uid": "0:7", "unexpanded": (1,), "images": (content, b"")}
+    sampled = ask(server.url, lambda client: client.completions(asked, max_bytes=1000))
+    assert [one.ids for one in sampled] == [tuple(sampled_ids(None, [1, 2], 5 + index)) for index in range(3)]
+    [(path, body)] = server.calls
+    assert path == "/grpo/completions"
+    assert [base64.b64decode(image, validate=True) for image in body["images"]] == [content, b""]
+    assert (body["prompt"], body["unexpanded"], body["uid"]) == ([1, 2], [1], "0:7")
+
+
+def test_a_request_as_long_as_the_server_takes_is_sent_and_a_longer_one_is_not(server: ProtocolServer) -> None:
+    asked = {**BODY, "uid": "0:7", "unexpanded": (1,), "images": (b"x" * 300,)}
+    ask(server.url, lambda client: client.completions(asked, max_bytes=1000))
+    length = server.lengths[-1]
+    ask(server.url, lambda client: client.completions(asked, max_bytes=length))
+    with pytest.raises(
+        TrainingError, match=rf"prompt 0:7 with its images takes {length} bytes; allowed: {length - 1}"
+    ) as caught:
+        ask(server.url, lambda client: client.completions(asked, max_bytes=length - 1))
+    assert "--max-body-mib" in str(caught.value.hint)
+    assert not isinstance(caught.value, ServerError)
+    with pytest.raises(TrainingError, match=r"a prompt takes \d+ bytes; allowed: 50\n"):
+        ask(server.url, lambda client: client.completions(BODY, max_bytes=50))
+    assert len(server.calls) == 2
 
 
 def test_status_is_what_the_server_says(server: ProtocolServer) -> None:
@@ -64,7 +92,7 @@ def test_token_is_sent_with_every_request() -> None:
         assert ask(server.url, lambda client: client.status(), token="secret").instance == server.instance
         for token in (None, "other"):
             with pytest.raises(TrainingError) as caught:
-                ask(server.url, lambda client: client.completions(BODY), token=token)
+                ask(server.url, lambda client: client.completions(BODY, max_bytes=1000), token=token)
             assert caught.value.message == (
                 f"vLLM server {server.url}: POST /v1/completions: 401, the token is missing or wrong"
             )
@@ -102,7 +130,7 @@ def test_failure_names_address_request_and_answer(
     with pytest.raises(TrainingError) as caught:
         ask(
             server.url,
-            lambda client: client.completions(BODY),
+            lambda client: client.completions(BODY, max_bytes=1000),
         )
     assert type(caught.value) in (kind, *kind.__subclasses__())
     assert caught.value.message == f"vLLM server {server.url}: POST /v1/completions: {said}"
@@ -116,13 +144,18 @@ def test_completions_that_take_too_long_are_no_loss_of_a_server_that_lives(
     server.always["/v1/completions"] = fault
     too_late = r"POST /v1/completions: no answer within 0\.3 s \(vllm\.request_timeout\)"
     with pytest.raises(TrainingError, match=f"{too_late}, though it is alive\n") as caught:
-        ask(server.url, lambda client: client.completions(BODY), request_timeout=0.3)
+        ask(server.url, lambda client: client.completions(BODY, max_bytes=1000), request_timeout=0.3)
     assert not isinstance(caught.value, ServerError)
     assert "raise vllm.request_timeout" in str(caught.value.hint)
     for path, gone in (("/health", 503), ("/health", HANG), ("/grpo/status", DROP)):
         server.always[path] = gone
         with pytest.raises(ServerError, match=f"GET {path}: "):
-            ask(server.url, lambda client: client.completions(BODY), request_timeout=0.3, connect_timeout=0.5)
+            ask(
+                server.url,
+                lambda client: client.completions(BODY, max_bytes=1000),
+                request_timeout=0.3,
+                connect_timeout=0.5,
+            )
         del server.always[path]
 
 

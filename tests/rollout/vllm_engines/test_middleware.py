@@ -3,13 +3,13 @@
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
 import pytest
 
-from grpo_cli.rollout.vllm.limits import Limits
+from grpo_cli.rollout.vllm.limits import AFTER_IMAGES, AFTER_TEXT, Limits
 from grpo_cli.rollout.vllm.middleware import ROUTES, STATUS, Gate, Message, Receive, Scope, Send
 
 TOKEN = "correct-horse"
@@ -47,6 +47,9 @@ class Inner:
 class Weights:
     """The engine behind the gate."""
 
+    async def complete(self, scope: Scope, asked: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return {"choices": []}
+
     async def settle(self, scope: Scope) -> None:
         """There is nothing to do."""
 
@@ -76,10 +79,10 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-@pytest.mark.parametrize("path", [path for path in ROUTES if path != STATUS])
+@pytest.mark.parametrize("path", [path for path in ROUTES if path not in (STATUS, AFTER_IMAGES)])
 def test_every_listed_route_passes_without_a_token_where_none_is_set(path: str) -> None:
     inner = Inner()
-    content = ONE_PROMPT if path == "/v1/completions" else b""
+    content = ONE_PROMPT if path == AFTER_TEXT else b""
     (answer,) = ask(gate(inner), (ROUTES[path], path), content=content)
     assert answer.status_code == 200
     assert inner.asked == [(ROUTES[path], path, content)]
@@ -272,10 +275,11 @@ def test_as_many_completions_as_allowed_pass(number: int | None) -> None:
     assert answer.json() == body
 
 
+@pytest.mark.parametrize("path", [AFTER_TEXT, AFTER_IMAGES])
 @pytest.mark.parametrize("number", [MAX_NUM_GENERATIONS + 1, 10**9, "9", "2", 9.0, 1e300, True, [9]])
-def test_more_completions_or_what_vllm_may_read_as_more_are_refused(number: Any) -> None:
+def test_more_completions_or_what_vllm_may_read_as_more_are_refused(number: Any, path: str) -> None:
     inner = Inner()
-    (answer,) = ask(gate(inner), ("POST", "/v1/completions"), json={"prompt": [1, 2], "n": number})
+    (answer,) = ask(gate(inner), ("POST", path), json={"prompt": [1, 2], "n": number})
     assert answer.status_code == 400
     assert f"allowed: up to {MAX_NUM_GENERATIONS}" in answer.json()["error"]["message"]
     assert inner.asked == []
@@ -353,7 +357,7 @@ def test_status_follows_pauses_and_weights() -> None:
     first = status(app)
     assert first == {
         "model": "tiny", "instance": first["instance"], "policy_version": None, "checksum": None, "paused": False,
-        "max_num_generations": MAX_NUM_GENERATIONS,
+        "max_num_generations": MAX_NUM_GENERATIONS, "max_body_bytes": MAX_BODY_BYTES,
     }  # fmt: skip
     ask(app, ("POST", "/pause"))
     assert status(app)["paused"]

@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from vllm_server import free_port
 
 from grpo_cli.cli.app import main
 from grpo_cli.cli.serve_plan import ServePlan, serve_plan
+from grpo_cli.cli.vllm_serve import served_engine
 from grpo_cli.rollout.vllm.arguments import engine_argument_names
 
 HAS_VLLM = bool(engine_argument_names())
@@ -163,6 +164,23 @@ def test_another_model_has_its_own_tokenizer_and_no_revision(tmp_path: Path) -> 
     other = planned(tmp_path, "", *changes, model="org/other").model
     assert (other.name_or_path, other.revision, other.tokenizer_name_or_path) == ("org/other", None, None)
     assert other.trust_remote_code
+
+
+def test_a_model_that_sees_is_given_images_as_the_recipe_has_them_prepared(
+    tmp_path: Path, tiny_model_folder: Path, vision_folder: Callable[[str], Path]
+) -> None:
+    seeing = f"model.name_or_path={vision_folder('qwen2_5_vl')}"
+    options = "model.processor_kwargs={size: {shortest_edge: 64, longest_edge: 256}}"
+    found = served_engine(planned(tmp_path, "", seeing, options))
+    assert found["limit_mm_per_prompt"] == {"video": 0}
+    assert found["mm_processor_kwargs"] == {"size": {"shortest_edge": 64, "longest_edge": 256}}
+    alone = served_engine(serve_plan(None, [], str(vision_folder("qwen2_5_vl")), {}, []))
+    assert alone["limit_mm_per_prompt"] == {"video": 0}
+    assert "mm_processor_kwargs" not in alone
+    one = served_engine(serve_plan(None, [], str(vision_folder("qwen2_5_vl")), {}, ["limit_mm_per_prompt={image: 1}"]))
+    assert one["limit_mm_per_prompt"] == {"image": 1}
+    text = served_engine(planned(tmp_path, "", f"model.name_or_path={tiny_model_folder}"))
+    assert "limit_mm_per_prompt" not in text
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")

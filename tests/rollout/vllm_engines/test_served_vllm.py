@@ -1,6 +1,7 @@
 """One real `grpo vllm-serve` from its first line to its last, and others that are killed in every way."""
 
 import asyncio
+import base64
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ import torch
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
+from vision_prompts import PICTURES
 from vllm_server import TOKEN, VllmServer, remaining
 
 from grpo_cli import __version__
@@ -99,6 +101,13 @@ class TestServed:
         assert served.ask("POST", "/v1/completions", json={"prompt": [[1], [2]]}).status_code == 400
         answer = served.ask("POST", "/v1/completions", content=b"x" * ((64 << 20) + 1))
         assert answer.status_code == 413
+
+    def test_a_model_that_reads_text_takes_no_images(self, served: VllmServer) -> None:
+        body = {"uid": "0:1", "prompt": [1, 2], "unexpanded": [1], "images": [base64.b64encode(PICTURES[0]).decode()]}
+        answer = served.ask("POST", "/grpo/completions", json={**body, "n": 1, "stop": []})
+        assert (answer.status_code, "prompt 0:1: vLLM does not take its images" in answer.text) == (400, True)
+        status = served.ask("GET", "/grpo/status").json()
+        assert (status["max_images"], status["image_options"]) == (0, {})
 
     def test_pauses_are_told_and_work(self, served: VllmServer) -> None:
         assert served.ask("POST", "/pause", params={"mode": "wait"}).status_code == 200
