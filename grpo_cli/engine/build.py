@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from grpo_cli.device_memory import release_unused
 from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, policy_sampling, token_budget
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
@@ -107,6 +108,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
         )
+    release_unused(inputs.processes.device)  # of the comparison: nothing later has its sizes
     return LoadedPolicy(
         policy=policy,
         prepared=prepared,
