@@ -121,7 +121,9 @@ def estimate_memory(
         generation: Lengths and the number of sequences sampled at once.
         demand: What the process has to do.
     """
-    whole = _held(policy, sum(map(whole_bytes, policy.parameters())), train, spread)
+    floats = sum(whole_bytes(one) for one in policy.parameters() if one.is_floating_point())
+    packed = sum(map(whole_bytes, policy.parameters())) - floats  # which stay as they are
+    whole = packed + _held(policy, floats, train, spread)
     weights = 0 if spread.offload_params else whole // spread.weight_parts
     longest = demand.longest_prompt + generation.max_completion_length
     # A completion is not cut, however small the budget.
