@@ -319,13 +319,16 @@ _FAMILIES: dict[str, _Family] = {
 VISION_FAMILIES = tuple(_FAMILIES)
 
 
-def build_tiny_vision_model(folder: Path, family: str, *, seed: int = 0, **text: Any) -> Path:
+def build_tiny_vision_model(
+    folder: Path, family: str, *, seed: int = 0, tower: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
     """Save a tiny random model of a family, its processor and its generation config, and return the folder.
 
     Args:
         folder: Where to; created if missing.
         family: One of `VISION_FAMILIES`.
         seed: Of the weights; the caller's random state is left alone.
+        tower: Attributes of the configuration's `vision_config` to change.
         **text: Attributes of the configuration's `text_config` to change.
     """
     kind = _FAMILIES[family]
@@ -333,6 +336,8 @@ def build_tiny_vision_model(folder: Path, family: str, *, seed: int = 0, **text:
     tokenizer = _tokenizer(kind, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = kind.config(tokenizer.get_vocab(), {"vocab_size": len(tokenizer), **ends, **text})
+    for name, value in (tower or {}).items():
+        setattr(config.vision_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

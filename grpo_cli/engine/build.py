@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from grpo_cli.device_memory import release_unused
 from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, policy_sampling, token_budget
 from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.demand import image_tokens
 from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
 from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.inputs import Inputs
@@ -107,6 +109,7 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
             longest=longest,
             with_gradients=not inputs.strategy.in_step,
         )
+    release_unused(inputs.processes.device)  # of the comparison: nothing later has its sizes
     return LoadedPolicy(
         policy=policy,
         prepared=prepared,
@@ -178,7 +181,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         settings=objective_settings(
             recipe.grpo, recipe.generation, recipe.vllm, router_aux_loss_coef=loaded.router_aux_loss_coef
         ),
-        budget=token_budget(inputs, loaded.policy, recorder.say),
+        budget=token_budget(inputs, loaded.policy, recorder.say, image_tokens=_image_tokens(inputs, loaded.policy)),
         shares_prefix=loaded.policy.shares_prefix,
         # The backward of a prompt that several micro-batches share is one that other processes may not have.
         splits_prompts=loaded.policy.splits_prompts and not inputs.strategy.in_step,
@@ -208,6 +211,21 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         checkpoints=CheckpointStore(inputs.output_dir / "checkpoints", keep=recipe.train.keep_checkpoints),
         recorder=recorder,
         recipe=dataclasses.asdict(recipe),
+    )
+
+
+def _image_tokens(inputs: Inputs, policy: PolicyModel) -> int | None:
+    """Count the tokens of a step that may stand for parts of images; None: not known."""
+    if inputs.vision is None:
+        return 0
+    longest = inputs.prompts.longest
+    if longest is None:
+        return None
+    return image_tokens(
+        inputs.recipe,
+        processes=inputs.processes.count,
+        longest_prompt=longest,
+        shares_prefix=policy.shares_prefix,
     )
 
 

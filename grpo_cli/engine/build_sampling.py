@@ -91,19 +91,24 @@ def _build_canary(
     )
 
 
-def token_budget(inputs: SamplingInputs, policy: PolicyModel, say: Callable[[str], None]) -> TokenBudget:
+def token_budget(
+    inputs: SamplingInputs, policy: PolicyModel, say: Callable[[str], None], *, image_tokens: int | None = 0
+) -> TokenBudget:
     """Take the budget that the recipe asks for, or find one; all models are on the device by now.
 
     Args:
         inputs: What the run starts from.
         policy: On its device.
         say: Told when it is lowered.
+        image_tokens: Most tokens of a step that are trained on and stand for parts of images; None: not known.
     """
     train, processes = inputs.recipe.train, inputs.processes
     asked = train.micro_batch_tokens
     tokens = asked
     if tokens is None:
-        tokens = automatic_micro_batch_tokens(policy, train=train, processes=processes, spread=inputs.strategy.spread)
+        tokens = automatic_micro_batch_tokens(
+            policy, train=train, processes=processes, spread=inputs.strategy.spread, image_tokens=image_tokens
+        )
     return TokenBudget(
         tokens,
         asked=asked,

@@ -23,6 +23,7 @@ class Demand:
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
         vllm_sleeps: Whether it gives them back while the policy is trained.
         most_cached_tokens: Bound of that cache; None: not known.
+        image_tokens: Of the trained ones, those of prompts with images, which are taken to be images throughout.
     """
 
     micro_batch_tokens: int
@@ -33,6 +34,12 @@ class Demand:
     vllm: int | None = None
     vllm_sleeps: bool = False
     most_cached_tokens: int | None = None
+    image_tokens: int = 0
+
+    def image_tokens_of(self, tokens: int) -> int:
+        """Count those of a micro-batch of some tokens, which has their share of the step, but no less than a whole prompt."""
+        share = -(-self.image_tokens * tokens // self.trained_tokens)
+        return min(self.image_tokens, max(share, self.longest_prompt))
 
     @classmethod
     def of(
@@ -46,6 +53,7 @@ class Demand:
         with_reference: bool,
         vllm: int | None,
         most_cached_tokens: int | None = None,
+        sees: bool = False,
     ) -> "Demand":
         """Count the share of one of the processes that has most to do, where prompts and completions are as long as they may be."""
         prompts, group = -(-recipe.train.prompts_per_step // processes), recipe.grpo.num_generations
@@ -64,4 +72,18 @@ class Demand:
             vllm=vllm,
             vllm_sleeps=recipe.vllm.enable_sleep_mode,
             most_cached_tokens=most_cached_tokens,
+            image_tokens=image_tokens(
+                recipe, processes=processes, longest_prompt=longest_prompt, shares_prefix=shares_prefix
+            )
+            if sees
+            else 0,
         )
+
+
+def image_tokens(recipe: Recipe, *, processes: int, longest_prompt: int, shares_prefix: bool) -> int:
+    """Count the tokens of a process's prompts in an optimizer step as they are fed, all as long as they may be.
+
+    How many of them are images is not known before all are prepared; where there are images, it is most.
+    """
+    prompts, group = -(-recipe.train.prompts_per_step // processes), recipe.grpo.num_generations
+    return prompts * longest_prompt * (1 if shares_prefix else group)

@@ -15,6 +15,7 @@ from grpo_cli.engine.activations import Precision, activation_bytes, kept_bytes,
 from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.strategies.spread import Spread
+from grpo_cli.engine.vision_activations import tower_bytes
 from grpo_cli.onednn import is_faster
 from grpo_cli.policy.checkpointing import Checkpointing, possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
@@ -55,6 +56,7 @@ class MemoryEstimate:
         rounded: Copies of the weights in bfloat16, which autocast makes and the backward reads where no layer is computed again.
         activations: What the backward keeps of a micro-batch.
         head: Logits and gradients of embedding and head, as far as they come on top.
+        images: What the backward keeps of a micro-batch's images in the vision tower.
         sampled: Copies of weights while the built-in engine samples: all of a policy that is in parts, and those in oneDNN's order.
         cache: Keys and values of the built-in engine.
         vllm: What vLLM takes.
@@ -70,6 +72,7 @@ class MemoryEstimate:
     rounded: int
     activations: int | None
     head: int | None
+    images: int
     sampled: int
     cache: int | None
     vllm: int
@@ -84,7 +87,7 @@ class MemoryEstimate:
     @property
     def training(self) -> int:
         """Known bytes during a backward."""
-        used = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0)
+        used = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0) + self.images
         return self.weights + self.optimizer + self.reference + used + (0 if self.vllm_sleeps else self.vllm)
 
     @property
@@ -118,7 +121,9 @@ def estimate_memory(
         generation: Lengths and the number of sequences sampled at once.
         demand: What the process has to do.
     """
-    whole = _held(policy, sum(map(whole_bytes, policy.parameters())), train, spread)
+    floats = sum(whole_bytes(one) for one in policy.parameters() if one.is_floating_point())
+    packed = sum(map(whole_bytes, policy.parameters())) - floats  # which stay as they are
+    whole = packed + _held(policy, floats, train, spread)
     weights = 0 if spread.offload_params else whole // spread.weight_parts
     longest = demand.longest_prompt + generation.max_completion_length
     # A completion is not cut, however small the budget.
@@ -136,6 +141,7 @@ def estimate_memory(
         rounded=_rounded(policy, train, spread),
         activations=_activations(policy, tokens, train, spread),
         head=_head(policy, tokens, train, spread, device),
+        images=_images(policy, demand.image_tokens_of(tokens), tokens, train, spread, device),
         sampled=_sampled(policy, train, spread, device) if samples else 0,
         cache=_cache(policy, cached_tokens, train) if samples else 0,
         vllm=demand.vllm or 0,
@@ -145,22 +151,32 @@ def estimate_memory(
 
 
 def automatic_micro_batch_tokens(
-    policy: PolicyModel, *, train: TrainSection, processes: Processes, spread: Spread
+    policy: PolicyModel, *, train: TrainSection, processes: Processes, spread: Spread, image_tokens: int | None = 0
 ) -> int:
     """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
 
     Gradients and the optimizer's moments come first; a safe share of what they leave is for one micro-batch. The budget is a power
     of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster. All processes
-    have the smallest of theirs.
+    have the smallest of theirs. See `tokens_that_fit` for `image_tokens`.
     """
     free = free_memory(processes.device)
     if free is not None:
         free //= processes.sharing_memory
-    return processes.least(tokens_that_fit(policy, free=free, train=train, spread=spread, device=processes.device))
+    return processes.least(
+        tokens_that_fit(
+            policy, free=free, train=train, spread=spread, device=processes.device, image_tokens=image_tokens
+        )
+    )
 
 
 def tokens_that_fit(
-    policy: PolicyModel, *, free: int | None, train: TrainSection, spread: Spread, device: torch.device
+    policy: PolicyModel,
+    *,
+    free: int | None,
+    train: TrainSection,
+    spread: Spread,
+    device: torch.device,
+    image_tokens: int | None = 0,
 ) -> int:
     """Find the token budget of `automatic_micro_batch_tokens` for one process.
 
@@ -170,12 +186,17 @@ def tokens_that_fit(
         train: Precision and checkpointing.
         spread: What a process keeps.
         device: Where it computes.
+        image_tokens: Most tokens of a step that stand for parts of images; None: not known, it may be all of them.
     """
     tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
     room = _room(policy, free, spread)
 
     def needed() -> int:
-        return (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread, device) or 0)
+        seen = tokens if image_tokens is None else min(tokens, image_tokens)
+        of_text = (_activations(policy, tokens, train, spread) or 0) + (
+            _head(policy, tokens, train, spread, device) or 0
+        )
+        return of_text + _images(policy, seen, tokens, train, spread, device)
 
     while room is not None and tokens > LEAST_TOKENS and needed() > room:
         tokens //= 2
@@ -360,3 +381,17 @@ def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread,
     at_head = tokens * (kept or 0) + LOGIT_COPIES * logits * torch.float32.itemsize + gradient
     in_layers = (layers or 0) + waiting
     return max(at_head, in_layers, gradient + waiting) - (layers or 0)
+
+
+def _images(
+    policy: PolicyModel, image_tokens: int, tokens: int, train: TrainSection, spread: Spread, device: torch.device
+) -> int:
+    """Bytes that a vision tower takes on top of the text model's activations, which are gone when its own backward begins."""
+    tower = tower_bytes(
+        policy.model,
+        image_tokens,
+        checkpointing=_checkpointing(policy, train, spread),
+        precision=_precision(policy, train, spread),
+    )
+    of_text = (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread, device) or 0)
+    return tower.kept + max(0, tower.again - of_text)

@@ -73,6 +73,7 @@ def _memory(inputs: Inputs, stages: Stages) -> MemoryEstimate:
             shares_prefix=stages.gradients.shares_prefix,
             with_reference=stages.reference is not None and stages.reference.policy is not policy,
             vllm=_vllm_bytes(inputs, policy),
+            sees=inputs.vision is not None,
         ),
     )
 

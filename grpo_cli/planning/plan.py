@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine.demand import Demand
+from grpo_cli.data.image_columns import has_images
+from grpo_cli.data.sources import load_rows
+from grpo_cli.engine.demand import Demand, image_tokens
 from grpo_cli.engine.memory import MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
@@ -30,6 +32,7 @@ from grpo_cli.rollout.cached_values import cached_values_per_token
 from grpo_cli.rollout.vllm.arguments import resolved_dtype
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.types import Sampling
+from grpo_cli.vision.inputs import is_vision_language
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +109,14 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
     shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
-    plan = _plan(recipe, shapes, longest, machine, folder=folder)
+    sees = _sees(recipe, shapes, folder)
+    plan = _plan(recipe, shapes, longest, machine, folder=folder, sees=sees)
     if not plan.is_too_large(machine):
         return plan
-    return replace(plan, remedies=_remedies(recipe, shapes, longest, machine, folder=folder))
+    return replace(plan, remedies=_remedies(recipe, shapes, longest, machine, folder=folder, sees=sees))
 
 
-def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> TrainingPlan:
+def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path, sees: bool) -> TrainingPlan:
     """Work out what a recipe needs for a model of some shapes.
 
     Args:
@@ -121,10 +125,11 @@ def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder:
         longest: Tokens of the longest prompt.
         machine: Where it is to train.
         folder: The recipe's.
+        sees: Whether prompts have images.
     """
     spread, reason = _spread(recipe, model, machine, folder)
     policy = _policy(recipe, model)
-    demand = _demand(recipe, policy, spread, machine, longest)
+    demand = _demand(recipe, policy, spread, machine, longest, sees=sees)
     work = step_work(
         recipe, longest_prompt=longest, micro_batch_tokens=demand.micro_batch_tokens, processes=machine.processes
     )
@@ -183,7 +188,9 @@ def _spread(recipe: Recipe, model: Any, machine: Machine, folder: Path) -> tuple
     return spread, reason
 
 
-def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, longest: int) -> Demand:
+def _demand(
+    recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machine, longest: int, *, sees: bool
+) -> Demand:
     """Count what a process has to do, with the budgets that a run would find."""
     train, vllm = recipe.train, _vllm_bytes(recipe, policy, machine)
     models = 2 if _has_second_model(recipe) else 1
@@ -192,7 +199,12 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
     free = None if machine.memory is None else machine.memory - held - awake
     budget = train.micro_batch_tokens
     if budget is None:
-        budget = tokens_that_fit(policy, free=free, train=train, spread=spread, device=machine.device)
+        seen = image_tokens(
+            recipe, processes=machine.processes, longest_prompt=longest, shares_prefix=recipe.model.share_prefix
+        )
+        budget = tokens_that_fit(
+            policy, free=free, train=train, spread=spread, device=machine.device, image_tokens=seen if sees else 0
+        )
     return Demand.of(
         recipe,
         processes=machine.processes,
@@ -202,6 +214,7 @@ def _demand(recipe: Recipe, policy: PolicyModel, spread: Spread, machine: Machin
         with_reference=models > 1,
         vllm=vllm,
         most_cached_tokens=cached_tokens_that_fit(policy, free=free, train=train, spread=spread),
+        sees=sees,
     )
 
 
@@ -233,6 +246,11 @@ def longest_prompt(recipe: Recipe, folder: Path) -> int:
     return found.longest or 0
 
 
+def _sees(recipe: Recipe, model: Any, folder: Path) -> bool:
+    """Tell whether prompts have images, for which the dataset is read where the model could see them."""
+    return is_vision_language(model.config) and has_images(load_rows(recipe.dataset, folder=folder))
+
+
 def _has_second_model(recipe: Recipe) -> bool:
     return recipe.grpo.beta != 0 and recipe.model.lora is None
 
@@ -261,11 +279,13 @@ def _vllm_needs(recipe: Recipe, model: Any, longest: int) -> int:
     return weights + size * values * (longest + recipe.generation.max_completion_length)
 
 
-def _remedies(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> Sequence[Remedy]:
+def _remedies(
+    recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path, sees: bool
+) -> Sequence[Remedy]:
     """Find changes with which a run fits that does not."""
     found = []
     for change, changed, place in _changes(recipe, machine):
-        plan = _plan(changed, model, longest, place, folder=folder)
+        plan = _plan(changed, model, longest, place, folder=folder, sees=sees)
         if not plan.is_too_large(place):
             found.append(Remedy(change=change, total=plan.memory.total))
     return found

@@ -129,13 +129,15 @@ class PolicyModel(nn.Module):
         # Counted before the layout moves: asking a device would wait for it.
         useful = int(layout.multiplicity.count_nonzero())
         in_sequences = int(layout.multiplicity.sum())
+        images = self._images(segments)
+        if images is not None and layout.prefixes:
+            layout = images.placed(layout)
         layout = layout.to(self._device)
         packed = PackedRow(self._prefixes(layout, segments), self._device) if layout.prefixes else None
         common = self._common(layout, entropy_grad=entropy_grad)
-        images = self._images(segments)
         inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
         if images is not None:
-            inputs |= images.padded(layout) if packed is None else images.packed(layout)
+            inputs |= images.padded(layout) if packed is None else images.packed()
         nothing = self._nothing() if images is None and self.always_sees else None
         if self.full_logits:
             outputs = self.model(**inputs)
@@ -165,20 +167,23 @@ class PolicyModel(nn.Module):
         fed = 0
         if not prompt.is_computed:
             alone = (replace(segment, completion_ids=((0,),)),)
-            layout = packed_row(alone).to(self._device)
+            layout = packed_row(alone)
             fed = layout.ids.numel()
-            inputs = _inputs(layout, PackedRow(self._prefixes(layout, alone), self._device, records=prompt))
+            seen: dict[str, Any] = {}
             if images is not None:
-                inputs |= replace(images, segments=alone).packed(layout)
+                own = replace(images, segments=alone)
+                layout, seen = own.placed(layout), own.packed()
+            layout = layout.to(self._device)
+            inputs = _inputs(layout, PackedRow(self._prefixes(layout, alone), self._device, records=prompt)) | seen
             prompt.close(self._body(images)(**inputs).last_hidden_state[0, -1:])
         layout = completions_row(segment)
         fed += layout.ids.numel()
+        if images is not None:
+            layout = images.placed(layout, continues=True)
         layout = layout.to(self._device)
         states = prompt.last_hidden
         if layout.ids.numel():
             inputs = _inputs(layout, PackedRow(layout.prefixes, self._device, continues=prompt))
-            if images is not None:
-                inputs |= images.positions(layout, [layout.ids.numel()])
             hidden = self._body(None)(**inputs).last_hidden_state[0]
             states = torch.cat([hidden, states])  # so that place -1 is the prompt's last state
         logps, entropies = token_statistics(

@@ -7,7 +7,7 @@ Letters: N rows, T tokens of a row, A kinds of rotary positions (1, or 3 for tim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,22 +49,22 @@ class SegmentImages:
             "mm_encoder_outputs": features
         }
 
-    def packed(self, layout: Layout) -> dict[str, Any]:
-        """Give what the model is called with beside a packed row of prompts and completions."""
-        features = image_features(self.model, joined([tensors for tensors in self._tensors if tensors]))
-        return {"mm_encoder_outputs": features, **self.positions(layout, [_fed(segment) for segment in self.segments])}
+    def packed(self) -> dict[str, Any]:
+        """Give what the model is called with beside a packed row of prompts and completions, which is `placed`."""
+        return {"mm_encoder_outputs": image_features(self.model, joined([one for one in self._tensors if one]))}
 
-    def positions(self, layout: Layout, fed: Sequence[int]) -> dict[str, Tensor]:
-        """Give the rotary positions of a packed row, [1, T] or [A, 1, T].
+    def placed(self, layout: Layout, *, continues: bool = False) -> Layout:
+        """Give a packed row the rotary positions that its images ask for, [1, T] or [A, 1, T].
 
         Args:
-            layout: The row.
-            fed: How many of its tokens belong to each segment.
+            layout: The row, before it moves to the model's device: reading places back from there would wait for it.
+            continues: Whether the row is of one segment, whose prompt was fed before.
         """
-        places = torch.split(layout.positions[0].cpu(), list(fed))
+        fed = [layout.ids.numel()] if continues else [_fed(segment) for segment in self.segments]
+        places = torch.split(layout.positions[0], fed)
         tables = [_table(self.model, *pair) for pair in zip(self.segments, self._tensors, strict=True)]
         rows = torch.cat([table[:, own] for table, own in zip(tables, places, strict=True)], dim=1)
-        return {"position_ids": (rows if len(rows) == 1 else rows[:, None]).to(layout.ids.device)}
+        return replace(layout, positions=rows if len(rows) == 1 else rows[:, None])
 
     @cached_property
     def _tensors(self) -> list[Mapping[str, Tensor]]:

@@ -1,6 +1,6 @@
 """How segments are laid out for one forward: padded rows, or one packed row in which a prompt is fed once for all its completions.
 
-Letters: N rows, T tokens of a row, C completion tokens, P prompt tokens.
+Letters: N rows, T tokens of a row, C completion tokens, P prompt tokens, A kinds of rotary positions.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Layout:
 
     Attributes:
         ids: int64 [N, T].
-        positions: int64 [N, T], position of each token in its own sequence.
+        positions: int64 [N, T], position of each token in its own sequence; [A, 1, T] for a row that was given those of images.
         multiplicity: int64 [N, T], how many sequences a token stands for; 0: padding.
         row, column: int64 [C], the place whose hidden state predicts each completion token.
         targets: int64 [C], the completion tokens.

@@ -29,7 +29,7 @@ from grpo_cli.policy.adapter_settings import adapters_folder, read_adapter_setti
 from grpo_cli.policy.adapters import attach_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
-from grpo_cli.policy.quantization import check_whole, compute_with_rounded_weights, quantization_config
+from grpo_cli.policy.quantization import check_whole, compute_with_rounded_weights, let_go_of_files, quantization_config
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.inputs import is_vision_language
 
@@ -161,7 +161,10 @@ def _from_weights(section: ModelSection, location: ModelLocation, device: torch.
         device_map=str(device) if quantization is not None or device.type == "meta" else None,
         **rounded,
     )
-    return model if quantization is not None else model.to(device)
+    if quantization is None:
+        return model.to(device)
+    let_go_of_files(model)
+    return model
 
 
 def _from_nothing(section: ModelSection, location: ModelLocation, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from grpo_cli.device_memory import trim_heap
 from grpo_cli.errors import ModelError
 from grpo_cli.recipe.schema import ModelSection
 
@@ -73,6 +74,21 @@ def check_whole(config: Any, name: str) -> None:
                 f"model.name_or_path: {name} has quantized weights ({getattr(kind, 'value', kind)}); allowed: a model with whole weights",
                 hint="name the model that it was made of; with model.quantization: 4bit or 8bit its weights are rounded while it is loaded",
             )
+
+
+def let_go_of_files(model: nn.Module) -> None:
+    """Copy the weights that are not quantized, so that a model which was rounded while it was loaded holds nothing of its files.
+
+    On a CPU weights that need no conversion are the file itself, mapped into memory. As long as one of them is, the pages that the others
+    were rounded from stay there, too: all of the whole weights beside the small ones.
+
+    Args:
+        model: With quantized weights; elsewhere than on a CPU it is left alone.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+    trim_heap(torch.device("cpu"))
 
 
 def is_quantized(layer: nn.Module) -> bool:

@@ -21,13 +21,18 @@ def quantized_weights_are_frozen(recipe: Recipe) -> Iterable[Finding]:
 
 
 def quantized_weights_are_whole(recipe: Recipe) -> Iterable[Finding]:
-    """What cuts weights into parts knows floats only."""
+    """What cuts weights into parts knows floats only.
+
+    Tried with two processes: transformers refuses to load for ZeRO-3 what it is to round ("not compatible with passing a `device_map`").
+    With fsdp2 the other processes make a model without weights to take their parts; there 8-bit layers cannot be made, and 4-bit ones
+    are not rounded, so that the first process sends less than the others wait for. ZeRO-1 and 2 leave weights whole.
+    """
     strategy = recipe.distributed.strategy
-    if recipe.model.quantization is not None and strategy not in ("auto", "ddp"):
+    if recipe.model.quantization is not None and strategy in ("deepspeed_zero3", "fsdp2"):
         yield Finding(
             keys=("distributed.strategy", "model.quantization"),
-            message=f"found {strategy} with model.quantization: {recipe.model.quantization}; allowed: auto, ddp, because quantized weights "
-            "are not cut into parts",
+            message=f"found {strategy} with model.quantization: {recipe.model.quantization}; allowed: auto, ddp, deepspeed_zero1, "
+            "deepspeed_zero2, because quantized weights are not cut into parts",
             hint="quantized weights are small: with ddp each process has all of them",
         )
 

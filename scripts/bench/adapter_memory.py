@@ -1,25 +1,26 @@
-"""Measure what whole runs need that train all weights, adapters, or adapters on quantized weights, and print them side by side.
+"""Measure what training all weights needs, adapters, and adapters on quantized weights, and print them side by side.
 
-    scripts/bench/adapters                     the quickstart's model, the numbers of the README: some minutes
-    scripts/bench/adapters --recipe RECIPE     another recipe
+    scripts/bench/adapters                                       the quickstart's model and its recipe
+    scripts/bench/adapters --recipe RECIPE                       another recipe
+    scripts/bench/adapters -- train.micro_batch_tokens=64        with a change to it
 
-Each way is a `grpo train` of a few steps in a process of its own. The peak is what the run itself reports, over loading, sampling and
-training; where the device has a memory of its own, that of the device.
+Each way is a process of its own, with the stages of a real run. Memory is told by what it is for: weights, as they are after loading;
+what is kept from step to step beside them, which are gradients and the optimizer's moments, and what a rollout engine keeps; what the
+largest step takes on top, which are activations above all. And the most while loading, which is over before there is anything else. On
+a GPU that is what its tensors take, else resident memory beyond that of Python and its libraries.
 """
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from bench.worker import Worker
 
 _ADAPTERS = ("model.lora.r=16", "model.lora.alpha=32")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -28,42 +29,28 @@ WAYS: dict[str, tuple[str, ...]] = {
     "adapters on 8 bits": (*_ADAPTERS, "model.quantization=8bit"),
     "adapters on 4 bits": (*_ADAPTERS, "model.quantization=4bit", "model.bnb_4bit_use_double_quant=true"),
 }
+COLUMNS = {
+    "weights": "weights",
+    "kept": "kept beside them",
+    "step": "a step on top",
+    "loading": "most while loading",
+    "checkpoint": "checkpoint",
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needed:
-    """What a run has needed.
-
-    Attributes:
-        peak: Bytes of memory.
-        checkpoint: Bytes on disk.
-        seconds: Median of a step, without the first.
-    """
-
-    peak: int
-    checkpoint: int
-    seconds: float
-
-
-def measured(recipe: Path, changes: Sequence[str], *, steps: int) -> Needed:
-    """Train a few steps, and read what the run has told."""
+def measured(recipe: Path, changes: Sequence[str], *, steps: int) -> Mapping[str, float]:
+    """Measure one way in a process of its own. See `adapter_worker.needed`."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "run"
-        settings = (f"train.output_dir={output}", f"train.max_steps={steps}", f"train.save_steps={steps}", *changes)
-        subprocess.run(  # noqa: S603  our own command
-            [sys.executable, "-m", "grpo_cli", "train", str(recipe), *settings],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        worker = Worker(
+            [sys.executable, "-P", "-m", "bench.adapter_worker"],
+            environment=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            log=Path(folder) / "log",
         )
-        lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        told = [record for record in map(json.loads, lines) if "loss" in record]
-        (checkpoint,) = (output / "checkpoints").glob("step-*")
-        return Needed(
-            peak=int(told[-1]["memory/peak/max"]),
-            checkpoint=sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
-            seconds=statistics.median(record["step_time"] for record in told[1:]),
-        )
+        try:
+            found: Mapping[str, float] = worker.ask("needed", recipe=str(recipe), changes=list(changes), steps=steps)
+            return found
+        finally:
+            worker.close()
 
 
 def main() -> None:
@@ -74,11 +61,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("changes", nargs="*", help="key=value, for all ways; before them stands --")
     arguments = parser.parse_args()
-    table = Table("trained", "peak of memory", "checkpoint", "step")
+    table = Table("trained", *COLUMNS.values(), "step")
     for way in arguments.ways:
         found = measured(arguments.recipe, [*WAYS[way], *arguments.changes], steps=arguments.steps)
-        sizes = (f"{size / 2**20:,.0f} MiB" for size in (found.peak, found.checkpoint))
-        table.add_row(way, *sizes, f"{found.seconds:.1f} s")
+        sizes = (f"{found[name] / 2**20:,.0f} MiB" for name in COLUMNS)
+        table.add_row(way, *sizes, f"{found['seconds']:.1f} s")
     Console().print(table)
 
 

@@ -8,11 +8,15 @@ import pytest
 import torch
 from e2e.experiment import assert_same_run, make_experiment, records, weights
 from e2e.test_resume import stop_at_every_step, train
+from many_processes import Job, overrides, train_in_forked
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
+from warm_start import WarmStart
 
+from grpo_cli.engine.run import run
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.quantization import is_quantized, with_quantization
+from grpo_cli.recipe.load import load_recipe
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -53,3 +57,52 @@ def test_a_run_is_resumed_bit_for_bit_and_gives_a_whole_model(bits: str, tmp_pat
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert not (tmp_path / "merged" / "quantization.json").exists()
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_processes_that_cut_the_optimizers_states_train_as_one(bits: str, warm: WarmStart, tmp_path: Path) -> None:
+    """The frozen weights are whole in each of them; a checkpoint goes on anywhere."""
+    pytest.importorskip("deepspeed")
+    experiment = make_experiment(
+        tmp_path / "run",
+        build_tiny_model(tmp_path / "model", hidden_size=64),
+        model={"quantization": bits, "lora": {"r": 2}},
+        grpo={"num_generations": 3, "beta": 0.05},
+        generation={"max_completion_length": 10},
+        train={"prompts_per_step": 3, "max_steps": 4, "learning_rate": 0.001, "save_steps": 2},
+    )
+
+    def job(strategy: str, output: str, begins: str | None = None) -> Job:
+        changes = {"distributed.strategy": strategy, "train.output_dir": experiment.output(output)}
+        resume = None if begins is None else str(experiment.output(begins) / "checkpoints" / "step-000002")
+        return experiment.recipe, changes, resume
+
+    def alone(output: str, begins: str | None = None) -> None:
+        recipe, changes, resume = job("ddp", output, begins)
+        run(load_recipe(recipe, overrides(changes)), resume=resume)
+
+    alone("alone")
+    train_in_forked(
+        warm,
+        2,
+        [
+            job("deepspeed_zero1", "zero1"),
+            job("deepspeed_zero2", "zero2"),
+            job("deepspeed_zero2", "from alone", "alone"),
+        ],
+    )
+    bf16 = {
+        "distributed.strategy": "deepspeed_zero2",
+        "train.bf16": True,
+        "train.output_dir": experiment.output("bf16"),
+    }
+    train_in_forked(warm, 2, [(experiment.recipe, bf16, None)])
+    alone("from zero2", "zero2")
+    expected = weights(experiment.output("alone"))
+    for name in ("zero1", "zero2", "from alone", "from zero2"):
+        found = weights(experiment.output(name))
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}")
+    assert max(one.abs().max() for name, one in expected.items() if "lora_B" in name) > 1e-3, "they have moved"
+    assert all(one["sampling/logp_difference/mean"] < 0.05 for one in records(experiment.output("bf16")))

@@ -1,5 +1,8 @@
 """Quantized weights: what a layer computes, what is sent and exported, and that log-probabilities are a token's own."""
 
+import gc
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +162,22 @@ def test_they_take_a_part_of_the_memory_as_planned(kind: str, folder: Path) -> N
     for (name, one), (_, other) in zip(model.named_parameters(), planned.named_parameters(), strict=True):
         assert whole_shape(one) == whole_shape(other), name
         assert whole_bytes(one) == pytest.approx(whole_bytes(other), rel=0.01), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read as Linux tells it")
+def test_nothing_is_held_of_the_files_that_weights_were_rounded_from(kind: str, folder: Path, tmp_path: Path) -> None:
+    """The kernel says so. Embeddings and norms need no rounding: as parts of the file they would hold all of it."""
+    own = Path(shutil.copytree(folder, tmp_path / "model"))
+
+    def is_mapped() -> bool:
+        gc.collect()
+        return str(own / "model.safetensors") in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+    model = load_model(section_of(kind, own), folder=own)
+    assert not is_mapped()
+    plain = load(own)
+    assert is_mapped(), "as it is where nothing is rounded"
+    assert torch.equal(model.model.embed_tokens.weight, plain.model.embed_tokens.weight)
 
 
 def test_what_cannot_be_is_refused_in_a_line(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

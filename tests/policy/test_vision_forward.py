@@ -18,6 +18,8 @@ from vision_prompts import PICTURES
 from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.policy.images import SegmentImages
+from grpo_cli.policy.layout import packed_row
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.load_vision import load_vision
 from grpo_cli.policy.parts import parameters_of
@@ -222,3 +224,30 @@ def test_seeing_nothing_changes_nothing_but_goes_through_the_weights(
     assert all(
         torch.equal(value, without.get(name, torch.zeros_like(value))) for name, value in gradients(model).items()
     )
+
+
+@pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if name.startswith("qwen")])
+def test_positions_are_the_models_own_and_ask_nothing_of_its_device(
+    family: str, *, vision_folder: Callable[[str], Path]
+) -> None:
+    """The model has a device that nothing can be read back from; its own positions are those of each sequence by itself."""
+    folder = vision_folder(family)
+    section = ModelSection(name_or_path=str(folder))
+    model = load_model(section, folder=folder, device="meta")
+    vision = load_vision(section, folder=folder)
+    assert vision is not None
+    (first, _, second) = asked(folder)
+    segments = (first.segment, second.segment)
+    layout = packed_row(segments)
+    placed = SegmentImages(model=model, segments=segments, vision=vision).placed(layout)
+    assert placed.positions.shape == (3, 1, layout.ids.numel())
+    wanted = []
+    for one in (first, second):
+        prompt = one.inputs["input_ids"]
+        grids = {"image_grid_thw": one.inputs["image_grid_thw"]}
+        for number, completion in enumerate(COMPLETIONS):
+            row = torch.cat([prompt, torch.tensor([completion[:-1]], dtype=torch.long)], dim=1)
+            kinds = (row == model.config.image_token_id).long()
+            positions, _ = model.model.get_rope_index(row, mm_token_type_ids=kinds, **grids)
+            wanted.append(positions[:, 0] if number == 0 else positions[:, 0, prompt.numel() :])
+    assert torch.equal(placed.positions[:, 0], torch.cat(wanted, dim=1))
