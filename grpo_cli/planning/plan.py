@@ -106,24 +106,27 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
     shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
-    plan = _plan(recipe, shapes, longest, machine, folder=folder)
+    policy = _policy(recipe, shapes)
+    plan = _plan(recipe, shapes, policy, longest, machine, folder=folder)
     if not plan.is_too_large(machine):
         return plan
-    return replace(plan, remedies=_remedies(recipe, shapes, longest, machine, folder=folder))
+    return replace(plan, remedies=_remedies(recipe, shapes, policy, longest, machine, folder=folder))
 
 
-def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> TrainingPlan:
+def _plan(
+    recipe: Recipe, model: Any, policy: PolicyModel, longest: int, machine: Machine, *, folder: Path
+) -> TrainingPlan:
     """Work out what a recipe needs for a model of some shapes.
 
     Args:
         recipe: The whole recipe.
-        model: Without weights and adapters; it is left alone.
+        model: Without weights and adapters.
+        policy: Made of it, with the recipe's adapters; both are left alone.
         longest: Tokens of the longest prompt.
         machine: Where it is to train.
         folder: The recipe's.
     """
     spread, reason = _spread(recipe, model, machine, folder)
-    policy = _policy(recipe, model)
     demand = _demand(recipe, policy, spread, machine, longest)
     work = step_work(
         recipe, longest_prompt=longest, micro_batch_tokens=demand.micro_batch_tokens, processes=machine.processes
@@ -261,11 +264,13 @@ def _vllm_needs(recipe: Recipe, model: Any, longest: int) -> int:
     return weights + size * values * (longest + recipe.generation.max_completion_length)
 
 
-def _remedies(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path) -> Sequence[Remedy]:
-    """Find changes with which a run fits that does not."""
+def _remedies(
+    recipe: Recipe, model: Any, policy: PolicyModel, longest: int, machine: Machine, *, folder: Path
+) -> Sequence[Remedy]:
+    """Find changes with which a run fits that does not. None of them changes the policy, which takes seconds to make."""
     found = []
     for change, changed, place in _changes(recipe, machine):
-        plan = _plan(changed, model, longest, place, folder=folder)
+        plan = _plan(changed, model, policy, longest, place, folder=folder)
         if not plan.is_too_large(place):
             found.append(Remedy(change=change, total=plan.memory.total))
     return found
