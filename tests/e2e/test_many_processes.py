@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import WORDS, Experiment, assert_same_run, completions, make_experiment, records, weights
-from many_processes import Launched, assert_close, launch, overrides, train_in, train_in_forked
+from many_processes import PROGRAM, Launched, assert_close, overrides, run_forked, train_in_forked
 from tiny_models import build_tiny_model
 from tiny_vision_models import build_tiny_vision_model
 from vision_prompts import PICTURES
@@ -23,16 +23,18 @@ from grpo_cli.recipe.load import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
+WHOLE: dict[str, object] = {"train.max_steps": 5}
+"""As many as it takes to come to a second generation of several steps, and to the second epoch."""
 SETTINGS: dict[str, dict[str, object]] = {
-    "grpo": {"grpo.loss_type": "grpo"},
+    "grpo": {"grpo.loss_type": "grpo", **WHOLE},
     "dr_grpo": {"grpo.loss_type": "dr_grpo"},
     "dapo": {"grpo.loss_type": "dapo"},
     "cispo": {"grpo.loss_type": "cispo", "grpo.epsilon_high": 5},
     "sapo": {"grpo.loss_type": "sapo"},
     "luspo": {"grpo.loss_type": "luspo", "grpo.importance_sampling_level": "sequence"},
     "vespo": {"grpo.loss_type": "vespo"},
-    "reference": {"grpo.beta": 0.1, "grpo.sync_ref_model": True, "grpo.ref_model_sync_steps": 2},
-    "reused": {"grpo.num_iterations": 2, "grpo.steps_per_generation": 2, "train.weight_decay": 0.1},
+    "reference": {"grpo.beta": 0.1, "grpo.sync_ref_model": True, "grpo.ref_model_sync_steps": 2, **WHOLE},
+    "reused": {"grpo.num_iterations": 2, "grpo.steps_per_generation": 2, "train.weight_decay": 0.1, **WHOLE},
     "entropy": {"grpo.top_entropy_quantile": 0.5, "grpo.entropy_coef": 0.01},
     "batch": {"grpo.scale_rewards": "batch", "train.max_grad_norm": 0.01, "grpo.mask_truncated_completions": True},
     "padded": {"model.share_prefix": False},
@@ -62,6 +64,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "eval.num_generations": 2,
         "eval.temperature": 1,
         "eval.every": 2,
+        **WHOLE,
         "eval.best_metric": "eval/letters/maj@2",  # of answers that only the main process is told
     },
 }
@@ -89,7 +92,7 @@ SETTINGS_OF: dict[str, Iterable[str]] = {
 
 
 def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
-    found = {**SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
+    found = {"train.max_steps": 3, **SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
     if where.startswith("deepspeed"):
         # Otherwise parameters as small as these would stay whole.
         (experiment.folder / "zero.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
@@ -273,16 +276,16 @@ def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=2e-5)
 
 
-def test_processes_with_different_weights_are_refused(experiment: Experiment) -> None:
+def test_processes_with_different_weights_are_refused(experiment: Experiment, warm: WarmStart) -> None:
     for rank in range(2):
         build_tiny_model(experiment.folder / f"model-{rank}", seed=rank)
-    different = {
-        "model.name_or_path": experiment.folder / "model-{rank}",
-        "train.output_dir": experiment.output("different"),
-    }
-    outcome = launch(2, [(experiment.recipe, different, None)], experiment.folder)
-    assert outcome.returncode != 0
-    assert "process 1 has loaded other weights than process 0" in outcome.stderr
+    different = overrides(
+        {"model.name_or_path": experiment.folder / "model-{rank}", "train.output_dir": experiment.output("different")}
+    )
+    told = json.dumps([(str(experiment.recipe), different, None)])
+    codes, _, errors = run_forked(warm, 2, told, program=PROGRAM)
+    assert 0 not in codes
+    assert "process 1 has loaded other weights than process 0" in errors
     assert not (experiment.output("different") / "metrics.jsonl").exists()
 
 
@@ -358,11 +361,8 @@ def test_an_error_is_told_once(experiment: Experiment) -> None:
     assert "Traceback" not in errors
 
 
-def test_same_run_in_the_same_number_of_processes(experiment: Experiment) -> None:
+def test_same_run_in_the_same_number_of_processes(experiment: Experiment, warm: WarmStart) -> None:
     """Bit for bit: the order of sums does not depend on which process is faster."""
-    train_in(
-        2,
-        [(experiment.recipe, {"train.output_dir": experiment.output(name)}, None) for name in ("first", "second")],
-        experiment.folder,
-    )
-    assert_same_run(experiment.output("first"), experiment.output("second"))
+    outputs = [experiment.output(name) for name in ("first", "second")]
+    train_in_forked(warm, 2, [(experiment.recipe, {"train.output_dir": output}, None) for output in outputs])
+    assert_same_run(*outputs)
