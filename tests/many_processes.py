@@ -96,6 +96,20 @@ def start_forked(warm: WarmStart, count: int, *arguments: object, program: str =
     ]
 
 
+def run_forked(
+    warm: WarmStart, count: int, *arguments: object, program: str = GRPO, timeout: float = 300
+) -> tuple[list[int | None], str, str]:
+    """Run a command in forked processes, each of which ends by itself.
+
+    Returns:
+        The exit code of each, and what all of them have written to their outputs and to their errors. See `start_forked`.
+    """
+    processes = start_forked(warm, count, *arguments, program=program)
+    told = [process.communicate(timeout) for process in processes]
+    outputs, errors = ("".join(words) for words in zip(*told, strict=True))
+    return [process.returncode for process in processes], outputs, errors
+
+
 def train_in_forked(
     warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
 ) -> None:

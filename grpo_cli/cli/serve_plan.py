@@ -55,8 +55,6 @@ def serve_plan(
     Raises:
         RecipeError: If the recipe is wrong, or neither it nor a model is given.
     """
-    from grpo_cli.engine.continued import with_adapter_settings
-    from grpo_cli.recipe.load import load_recipe
     from grpo_cli.recipe.schema import ModelSection, VllmSection
 
     further = _further_arguments(engine)
@@ -75,6 +73,9 @@ def serve_plan(
             folder=Path.cwd(),
             where="command line",
         )
+    from grpo_cli.engine.continued import with_adapter_settings  # transformers, which takes seconds
+    from grpo_cli.recipe.load import load_recipe
+
     # Data and rewards are not needed here; model and token are looked for before vLLM starts.
     loaded = with_adapter_settings(load_recipe(recipe, overrides, look_for_files=False))
     section = loaded.recipe.model

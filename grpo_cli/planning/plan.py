@@ -109,26 +109,28 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
     shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
-    sees = _sees(recipe, shapes, folder)
-    plan = _plan(recipe, shapes, longest, machine, folder=folder, sees=sees)
+    policy, sees = _policy(recipe, shapes), _sees(recipe, shapes, folder)
+    plan = _plan(recipe, shapes, policy, longest, machine, folder=folder, sees=sees)
     if not plan.is_too_large(machine):
         return plan
-    return replace(plan, remedies=_remedies(recipe, shapes, longest, machine, folder=folder, sees=sees))
+    return replace(plan, remedies=_remedies(recipe, shapes, policy, longest, machine, folder=folder, sees=sees))
 
 
-def _plan(recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path, sees: bool) -> TrainingPlan:
+def _plan(
+    recipe: Recipe, model: Any, policy: PolicyModel, longest: int, machine: Machine, *, folder: Path, sees: bool
+) -> TrainingPlan:
     """Work out what a recipe needs for a model of some shapes.
 
     Args:
         recipe: The whole recipe.
-        model: Without weights and adapters; it is left alone.
+        model: Without weights and adapters.
+        policy: Made of it, with the recipe's adapters; both are left alone.
         longest: Tokens of the longest prompt.
         machine: Where it is to train.
         folder: The recipe's.
         sees: Whether prompts have images.
     """
     spread, reason = _spread(recipe, model, machine, folder)
-    policy = _policy(recipe, model)
     demand = _demand(recipe, policy, spread, machine, longest, sees=sees)
     work = step_work(
         recipe, longest_prompt=longest, micro_batch_tokens=demand.micro_batch_tokens, processes=machine.processes
@@ -280,12 +282,12 @@ def _vllm_needs(recipe: Recipe, model: Any, longest: int) -> int:
 
 
 def _remedies(
-    recipe: Recipe, model: Any, longest: int, machine: Machine, *, folder: Path, sees: bool
+    recipe: Recipe, model: Any, policy: PolicyModel, longest: int, machine: Machine, *, folder: Path, sees: bool
 ) -> Sequence[Remedy]:
-    """Find changes with which a run fits that does not."""
+    """Find changes with which a run fits that does not. None of them changes the policy, which takes seconds to make."""
     found = []
     for change, changed, place in _changes(recipe, machine):
-        plan = _plan(changed, model, longest, place, folder=folder, sees=sees)
+        plan = _plan(changed, model, policy, longest, place, folder=folder, sees=sees)
         if not plan.is_too_large(place):
             found.append(Remedy(change=change, total=plan.memory.total))
     return found

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from optional_packages import needs_vllm
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "numpy", "scipy", "pandas", "peft", "wandb"}
 
@@ -34,14 +35,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("check", "--help"), ("train", "--help"), ("eval", "--help"), ("check", "recipe.yaml")]
-)
-def test_nothing_heavy_is_imported(arguments: tuple[str, ...], folder: Path) -> None:
+def run(folder: Path, *arguments: str) -> tuple[int, set[str]]:
+    """Give the command's exit code, and the packages that it has loaded."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=60
     )
     end = json.loads(done.stdout.splitlines()[-1])
-    assert end["code"] == 0, done.stderr
-    assert not HEAVY & set(end["modules"])
-    assert "my_rewards" not in end["modules"]
+    return end["code"], set(end["modules"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("check", "--help"), ("train", "--help"), ("eval", "--help"), ("check", "recipe.yaml")]
+)
+def test_nothing_heavy_is_imported(arguments: tuple[str, ...], folder: Path) -> None:
+    code, modules = run(folder, *arguments)
+    assert code == 0
+    assert not HEAVY & modules
+    assert "my_rewards" not in modules
+
+
+@needs_vllm
+def test_a_server_without_a_recipe_starts_without_what_trains(folder: Path) -> None:
+    """It comes as far as the model's folder, in which there is none; vLLM is loaded by its own process."""
+    code, modules = run(folder, "vllm-serve", "--model", str(folder))
+    assert code == 2
+    assert not {"transformers", "datasets", "accelerate", "peft", "vllm"} & modules

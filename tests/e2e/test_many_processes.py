@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from e2e.experiment import WORDS, Experiment, assert_same_run, completions, make_experiment, records, weights
-from many_processes import Launched, assert_close, launch, overrides, train_in, train_in_forked
+from many_processes import PROGRAM, Launched, assert_close, overrides, run_forked, train_in_forked
 from tiny_models import build_tiny_model
 from tiny_vision_models import build_tiny_vision_model
 from vision_prompts import PICTURES
@@ -302,16 +302,16 @@ def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=2e-5)
 
 
-def test_processes_with_different_weights_are_refused(experiment: Experiment) -> None:
+def test_processes_with_different_weights_are_refused(experiment: Experiment, warm: WarmStart) -> None:
     for rank in range(2):
         build_tiny_model(experiment.folder / f"model-{rank}", seed=rank)
-    different = {
-        "model.name_or_path": experiment.folder / "model-{rank}",
-        "train.output_dir": experiment.output("different"),
-    }
-    outcome = launch(2, [(experiment.recipe, different, None)], experiment.folder)
-    assert outcome.returncode != 0
-    assert "process 1 has loaded other weights than process 0" in outcome.stderr
+    different = overrides(
+        {"model.name_or_path": experiment.folder / "model-{rank}", "train.output_dir": experiment.output("different")}
+    )
+    told = json.dumps([(str(experiment.recipe), different, None)])
+    codes, _, errors = run_forked(warm, 2, told, program=PROGRAM)
+    assert 0 not in codes
+    assert "process 1 has loaded other weights than process 0" in errors
     assert not (experiment.output("different") / "metrics.jsonl").exists()
 
 
@@ -401,11 +401,8 @@ def test_an_error_is_told_once(experiment: Experiment) -> None:
     assert "Traceback" not in errors
 
 
-def test_same_run_in_the_same_number_of_processes(experiment: Experiment) -> None:
+def test_same_run_in_the_same_number_of_processes(experiment: Experiment, warm: WarmStart) -> None:
     """Bit for bit: the order of sums does not depend on which process is faster."""
-    train_in(
-        2,
-        [(experiment.recipe, {"train.output_dir": experiment.output(name)}, None) for name in ("first", "second")],
-        experiment.folder,
-    )
-    assert_same_run(experiment.output("first"), experiment.output("second"))
+    outputs = [experiment.output(name) for name in ("first", "second")]
+    train_in_forked(warm, 2, [(experiment.recipe, {"train.output_dir": output}, None) for output in outputs])
+    assert_same_run(*outputs)

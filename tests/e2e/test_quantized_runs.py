@@ -1,7 +1,5 @@
 """Whole runs that train adapters on quantized weights."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_run_is_resumed_bit_for_bit_and_gives_a_whole_model(bits: str, tmp_path: Path) -> None:
+def test_a_run_is_resumed_bit_for_bit_and_gives_a_whole_model(bits: str, tmp_path: Path, warm: WarmStart) -> None:
     folder = build_tiny_model(tmp_path / "model", hidden_size=64)
     experiment = make_experiment(
         tmp_path / "run",
@@ -43,10 +41,7 @@ def test_a_run_is_resumed_bit_for_bit_and_gives_a_whole_model(bits: str, tmp_pat
     assert all(".lora_" in name for name in weights(experiment.output("whole")))
 
     final = experiment.output("whole") / "final"
-    merged = subprocess.run(
-        [sys.executable, "-m", "grpo_cli", "export", "--merge", str(final), str(tmp_path / "merged")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    merged = warm.run("export", "--merge", final, tmp_path / "merged")
     assert (merged.returncode, merged.stderr) == (0, "")
     section = ModelSection(name_or_path=str(folder), lora=LoraSection(r=2))
     trained = load_model(with_quantization(section, final), folder=folder, adapters=final)

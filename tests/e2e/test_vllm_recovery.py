@@ -1,6 +1,5 @@
 """Real vLLM servers that are killed in the middle of a run: it goes on, as if nothing had been; or says in a line why not."""
 
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +8,15 @@ import psutil
 import pytest
 from e2e.experiment import Experiment, completions, records
 from e2e.test_vllm_train import (
+    MARK,
     assert_nothing_is_left,
     environment,
     make,
     serve,
-    start,
     train,
     wait_for_steps,
 )
+from many_processes import start_forked
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from vllm_server import VllmServer, free_port
@@ -65,7 +65,7 @@ def recoveries(experiment: Experiment) -> int:
     return sum(record.get("rollout/recoveries", 0) for record in records(experiment.output()))
 
 
-def server_of(process: subprocess.Popen[str] | WarmCommand) -> psutil.Process:
+def server_of(process: WarmCommand) -> psutil.Process:
     """Find the server that a run has started, in whichever of its processes."""
     found = psutil.Process(process.pid).children(recursive=True)
     return next(one for one in found if "grpo_cli.rollout.vllm.served_process" in one.cmdline())
@@ -99,18 +99,21 @@ def test_a_started_server_is_started_again_and_the_run_is_the_same(
     assert_nothing_is_left(experiment)
 
 
-def test_a_server_of_several_processes_is_started_again(model: Path, tmp_path: Path, warm_vllm: WarmStart) -> None:
+def test_a_server_of_several_processes_is_started_again(
+    model: Path, tmp_path: Path, warm: WarmStart, warm_vllm: WarmStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of them talks to it; all of them wait, and go on with the step that it was lost in."""
     # Fewer steps: two processes add gradients up in another order than one, and after many steps a token falls another way.
     fewer = f"train.max_steps={FEWER_STEPS}"
     undisturbed = make(tmp_path / "undisturbed", model, mode="colocate")
     assert train(undisturbed, fewer, warm=warm_vllm).returncode == 0
     experiment = make(tmp_path / "disturbed", model, mode="server", start=True, server_port=free_port())
-    process = start(experiment, fewer, "--nproc", "2")
-    wait_for_steps(experiment.output(), 2, process)
-    server_of(process).kill()
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    monkeypatch.setenv(MARK, str(experiment.folder))
+    main, other = start_forked(warm, 2, "train", experiment.recipe, fewer)
+    wait_for_steps(experiment.output(), 2, main)
+    server_of(main).kill()
+    output, errors = main.communicate(timeout=300)
+    assert main.returncode == other.wait(timeout=60) == 0, errors
     assert output.count("vLLM ended by signal SIGKILL; it is started again") == 1
     assert_same_samples(experiment.output(), undisturbed.output(), steps=FEWER_STEPS)
     assert recoveries(experiment) == 1

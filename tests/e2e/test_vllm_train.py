@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
-from many_processes import Launched, assert_close, overrides, train_in_forked
+from many_processes import Launched, assert_close, overrides, run_forked, train_in_forked
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from vllm_server import VllmServer, free_port
@@ -166,17 +166,6 @@ def _belongs_to(process: psutil.Process, experiment: Experiment) -> bool:
         return False
 
 
-def start(experiment: Experiment, *arguments: str) -> subprocess.Popen[str]:
-    """Run `grpo train` in the background."""
-    return subprocess.Popen(
-        [*GRPO, "train", str(experiment.recipe), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(experiment),
-    )
-
-
 @pytest.fixture(scope="module")
 def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, str]:
     """A complete run with vLLM in its process, and what it printed."""
@@ -242,7 +231,7 @@ def test_runs_attach_to_a_server_one_after_another(
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
     with serve(tmp_path, model, port):
-        process = start(experiment, "train.save_steps=1")
+        process = warm.start("train", experiment.recipe, "train.save_steps=1", environment=environment(experiment))
         wait_for_steps(experiment.output(), 2, process)
         process.kill()
         output, _ = process.communicate(timeout=60)
@@ -253,8 +242,8 @@ def test_runs_attach_to_a_server_one_after_another(
         outcome = train(experiment, "--resume", warm=warm)
         assert outcome.returncode == 0, outcome.stderr
         two = make(tmp_path / "two", model, mode="server", server_port=port)
-        outcome = train(two, "--nproc", "2")
-        assert outcome.returncode == 0, outcome.stderr
+        codes, _, errors = run_forked(warm, 2, "train", two.recipe)
+        assert codes == [0, 0], errors
         adapted = make(tmp_path / "adapted", model, mode="server", server_port=port)
         outcome = train(adapted, "model.lora.r=4", "train.learning_rate=0.05", warm=warm)
         assert outcome.returncode == 0, outcome.stderr
@@ -313,10 +302,12 @@ def test_wrong_weights_of_another_process_stop_the_run(many: Experiment) -> None
     assert not Path(f"{many.recipe}-lied").exists()
 
 
-def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(many: Experiment) -> None:
-    launched = Launched(many, "odd", "vllm.tensor_parallel_size=2", count=3)
-    code, _, errors = launched.end()
-    assert code == 4
+def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(
+    many: Experiment, warm_vllm: WarmStart
+) -> None:
+    output = f"train.output_dir={many.output('odd')}"
+    codes, _, errors = run_forked(warm_vllm, 3, "train", many.recipe, "vllm.tensor_parallel_size=2", output)
+    assert codes == [4, 4, 4]
     assert errors == (
         "error: vllm.tensor_parallel_size: found 2, but this run has 3 processes, which vllm.mode: colocate spreads each engine over; "
         "allowed: 1, 3\n  hint: start it with --nproc 2, or a multiple of 2\n"

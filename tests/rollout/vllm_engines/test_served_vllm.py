@@ -30,6 +30,9 @@ ADMIN = (
     "/reset_prefix_cache",
 )  # fmt: skip
 
+SMALL_CACHE = ("--engine", f"kv_cache_memory_bytes={1 << 28}")
+"""vLLM fills it with zeros at the start."""
+
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,7 +42,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    with VllmServer(tmp_path_factory.mktemp("server"), model_folder, "--max-num-generations", "16") as server:
+    options = ("--max-num-generations", "16", *SMALL_CACHE)
+    with VllmServer(tmp_path_factory.mktemp("server"), model_folder, *options) as server:
         server.wait_until_ready()
         yield server
 
@@ -193,7 +197,7 @@ class TestKilled:
 
     @pytest.mark.parametrize("who", ["supervisor and server", "engine"])
     def test_nothing_stays(self, who: str, model_folder: Path, tmp_path: Path) -> None:
-        server = VllmServer(tmp_path, model_folder)
+        server = VllmServer(tmp_path, model_folder, *SMALL_CACHE)
         try:
             server.wait_until_ready()
             offspring = server.offspring()

@@ -39,7 +39,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server of the first model. The last test kills it."""
-    options = ("--max-model-length", "256", "--engine", "max_num_seqs=16")
+    options = (
+        "--max-model-length",
+        "256",
+        "--engine",
+        "max_num_seqs=16",
+        "--engine",
+        f"kv_cache_memory_bytes={1 << 26}",
+    )
     with VllmServer(tmp_path_factory.mktemp("log"), folders[0], *options) as server:
         yield server
 
