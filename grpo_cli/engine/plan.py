@@ -58,7 +58,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
 
 def _memory(inputs: Inputs, stages: Stages) -> MemoryEstimate:
     """Estimate what this process will need."""
-    recipe, policy, longest = inputs.recipe, stages.policy, inputs.prompts.longest or 0
+    recipe, policy, longest = inputs.recipe, stages.policy, inputs.prompts.longest_known
     return estimate_memory(
         policy,
         spread=stages.strategy.spread,

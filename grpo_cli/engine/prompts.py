@@ -35,6 +35,11 @@ class LoadedPrompts:
     longest: int | None
     lines: Sequence[str]
 
+    @property
+    def longest_known(self) -> int:
+        """Tokens of the longest prompt, or of the one that is tried first where not all are prepared yet."""
+        return len(self.probe.ids) if self.longest is None else self.longest
+
 
 def load_prompts(
     section: DatasetSection, tokenizer: Any, *, vision: VisionLoader, folder: Path, seed: int

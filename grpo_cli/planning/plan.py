@@ -231,7 +231,7 @@ def _policy(recipe: Recipe, model: Any) -> PolicyModel:
 
 
 def longest_prompt(recipe: Recipe, folder: Path) -> int:
-    """Give the tokens of the longest prompt: what the recipe allows, or else what the dataset has.
+    """Give the tokens of the longest prompt: what the recipe allows, or else what the dataset has, as far as it is prepared.
 
     Raises:
         DataError: If the dataset is a stream, of which nobody knows.
@@ -244,8 +244,7 @@ def longest_prompt(recipe: Recipe, folder: Path) -> int:
         )
     tokenizer = load_tokenizer(recipe.model, folder=folder)
     vision = VisionLoader(recipe.model, folder=folder)
-    found = load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=recipe.train.seed)
-    return found.longest or 0
+    return load_prompts(recipe.dataset, tokenizer, vision=vision, folder=folder, seed=recipe.train.seed).longest_known
 
 
 def _sees(recipe: Recipe, model: Any, folder: Path) -> bool:

@@ -14,7 +14,7 @@ WHAT = {
     "reference": "weights of the second model (grpo.beta)",
     "gathered": "weights and gradients that are whole while a forward or backward uses them",
     "rounded": "copies of float32 weights in bfloat16 (train.bf16), until the backward",
-    "activations": "what the backward keeps of a micro-batch; of a vision tower it is not counted",
+    "activations": "what the backward keeps of a micro-batch",
     "head": "a chunk of logits, and gradients of head and embedding, as far as they come on top",
     "images": "what the backward keeps of images in the vision tower",
     "sampled": "copies of weights while the built-in engine samples: all that are in parts, and those in oneDNN's order",

@@ -31,6 +31,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     made = make_experiment(
         folder,
         model,
+        rewards={"reward_funcs": ["my_rewards.few_letters"]},
         generation={"max_completion_length": 8, "min_completion_length": 8},
         train={"max_steps": 2, "learning_rate": 1e-6, "micro_batch_tokens": 1024},
         dataset={"max_prompt_length": 224},
@@ -48,9 +49,16 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 
 @pytest.mark.parametrize("checkpointing", [False, "selective"])
 def test_images_need_what_is_planned(warm: WarmStart, experiment: Experiment, checkpointing: bool | str) -> None:
-    changes = {"train.gradient_checkpointing": checkpointing, "rewards.reward_funcs": ["my_rewards.few_letters"]}
+    changes = {"train.gradient_checkpointing": checkpointing}
     memory = planned(experiment, 1, changes).memory
     assert memory.total == memory.training
     assert memory.images > 0.3 * memory.total, "most of the rest are weights and the optimizer's states"
     for needed in measured(warm, experiment, 1, changes):
         assert needed == pytest.approx(memory.total, rel=WITHIN), memory
+
+
+def test_where_no_length_is_given_a_prompt_is_looked_at(experiment: Experiment) -> None:
+    """Of prompts with images not all are prepared beforehand; these have 784 / 4 tokens of an image, and some words."""
+    plan = planned(experiment, 1, {"dataset.max_prompt_length": "null"})
+    assert 196 < plan.longest_prompt < 224
+    assert plan.memory.images > 0

@@ -34,6 +34,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 MARK = "GRPO_TEST_EXPERIMENT"
 """Environment variable that every process of a run inherits."""
 STEPS = 6
+ADAPTERS = ("model.lora.r=4", "train.learning_rate=0.05")
+ROUNDED = (*ADAPTERS, "model.quantization=4bit", "grpo.beta=0.01")
+"""With a reference, completions that were rewarded alike are looked at, too."""
 
 LIE = """
 from grpo_cli.rollout.sync import names
@@ -154,6 +157,15 @@ def assert_adapters_were_sent(experiment: Experiment, output: str = "run", steps
     assert len(changed) >= steps // 2
 
 
+def assert_merged_weights_were_sent(experiment: Experiment, steps: int = STEPS) -> None:
+    """All weights before every step; the samples, and the canary, were of them."""
+    told = [record for record in records(experiment.output()) if "loss" in record]
+    assert len(told) == steps
+    assert len({record["sync/bytes"] for record in told}) == 1
+    assert all(0 < record["sampling/logp_difference/mean"] < 1e-4 for record in told)
+    assert sum("canary/logp_difference/mean" in record for record in told) >= steps // 2
+
+
 def assert_nothing_is_left(experiment: Experiment) -> None:
     """No process of a run of this experiment lives on."""
     assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
@@ -184,15 +196,13 @@ def test_vllm_samples_in_the_process_that_trains(colocated: tuple[Experiment, st
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_are_sampled_with(merged: bool, model: Path, tmp_path: Path, warm_vllm: WarmStart) -> None:
     experiment = make(tmp_path, model, mode="colocate", merge_adapters=merged)
-    outcome = train(experiment, "model.lora.r=4", "train.learning_rate=0.05", "grpo.beta=0.01", warm=warm_vllm)
+    outcome = train(experiment, *ADAPTERS, "grpo.beta=0.01", warm=warm_vllm)
     assert outcome.returncode == 0, outcome.stderr
     if not merged:
         assert_adapters_were_sent(experiment)
         return
-    told = records(experiment.output())
-    assert len({record["sync/bytes"] for record in told}) == 1
-    assert all(0 < record["sampling/logp_difference/mean"] < 1e-4 for record in told)
-    assert told[-1]["kl"] > 0
+    assert_merged_weights_were_sent(experiment)
+    assert records(experiment.output())[-1]["kl"] > 0
 
 
 def test_the_last_of_the_weights_are_sampled_from(colocated: tuple[Experiment, str]) -> None:
@@ -226,7 +236,7 @@ def test_runs_attach_to_a_server_one_after_another(
 ) -> None:
     """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes.
 
-    The last one trains adapters, and sends them alone.
+    The last ones train adapters: they send them alone, also where the weights below are in 4 bits, or merged into what those became.
     """
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
@@ -245,9 +255,17 @@ def test_runs_attach_to_a_server_one_after_another(
         codes, _, errors = run_forked(warm, 2, "train", two.recipe)
         assert codes == [0, 0], errors
         adapted = make(tmp_path / "adapted", model, mode="server", server_port=port)
-        outcome = train(adapted, "model.lora.r=4", "train.learning_rate=0.05", warm=warm)
+        outcome = train(adapted, *ADAPTERS, warm=warm)
+        assert outcome.returncode == 0, outcome.stderr
+        rounded = make(tmp_path / "rounded", model, mode="server", server_port=port)
+        outcome = train(rounded, *ROUNDED, warm=warm)
+        assert outcome.returncode == 0, outcome.stderr
+        merged = make(tmp_path / "merged", model, mode="server", server_port=port, merge_adapters=True)
+        outcome = train(merged, *ROUNDED, warm=warm)
         assert outcome.returncode == 0, outcome.stderr
     assert_adapters_were_sent(adapted)
+    assert_adapters_were_sent(rounded)
+    assert_merged_weights_were_sent(merged)
     for one in (experiment, two):
         assert_vllm_sampled(one)
         mine, other = weights(one.output()), weights(colocated[0].output())

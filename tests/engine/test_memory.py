@@ -22,7 +22,9 @@ from grpo_cli.engine.optimizer import build_optimizer
 from grpo_cli.engine.strategies.spread import spread_of
 from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel
-from grpo_cli.recipe.schema import GenerationSection, TrainSection
+from grpo_cli.policy.load import load_model
+from grpo_cli.recipe.schema import GenerationSection, LoraSection, ModelSection, TrainSection
+from grpo_cli.sharding import whole_bytes
 from grpo_cli.types import Sampling
 
 CPU = torch.device("cpu")
@@ -175,3 +177,13 @@ def test_a_model_of_unknown_size_gets_the_most_tokens(tiny_model_folder: Path, m
         automatic_micro_batch_tokens(policy, train=TrainSection(), processes=PROCESSES, spread=ALONE)
         == MOST_TOKENS["cpu"]
     )
+
+
+def test_deepspeed_rounds_weights_to_bfloat16_but_not_those_in_fewer_bits(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, hidden_size=64)
+    section = ModelSection(name_or_path=str(folder), lora=LoraSection(r=2), quantization="8bit")
+    # What DeepSpeed does.
+    really = sum(whole_bytes(one) for one in policy_of(load_model(section, folder=folder)).bfloat16().parameters())
+    policy = policy_of(load_model(section, folder=folder))
+    found = estimated(policy, TrainSection(bf16=True), spread=spread_of("deepspeed_zero2", 2)).weights
+    assert found == really

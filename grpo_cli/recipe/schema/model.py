@@ -70,7 +70,7 @@ class ModelSection:
     quantization: Literal["4bit", "8bit"] | None = option(
         None,
         help="Keep the frozen weights of linear layers in so many bits, by bitsandbytes: 0.14 or 0.25 of their memory in float32. With "
-        "`lora` only, and with `distributed.strategy` ddp.",
+        "`lora` only, and not where weights are cut into parts (`deepspeed_zero3`, `fsdp2`).",
     )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
         "nf4", help="With `4bit`: levels at the quantiles of a normal distribution, or those of a 4-bit float."
