@@ -320,12 +320,10 @@ def test_wrong_weights_of_another_process_stop_the_run(many: Experiment) -> None
     assert not Path(f"{many.recipe}-lied").exists()
 
 
-def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(
-    many: Experiment, warm_vllm: WarmStart
-) -> None:
-    output = f"train.output_dir={many.output('odd')}"
-    codes, _, errors = run_forked(warm_vllm, 3, "train", many.recipe, "vllm.tensor_parallel_size=2", output)
-    assert codes == [4, 4, 4]
+def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(many: Experiment) -> None:
+    launched = Launched(many, "odd", "vllm.tensor_parallel_size=2", count=3)
+    code, _, errors = launched.end()
+    assert code == 4
     assert errors == (
         "error: vllm.tensor_parallel_size: found 2, but this run has 3 processes, which vllm.mode: colocate spreads each engine over; "
         "allowed: 1, 3\n  hint: start it with --nproc 2, or a multiple of 2\n"
