@@ -59,7 +59,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         GrpoError: If the run cannot start or cannot go on.
         Interrupted: After a signal; the state is saved.
     """
-    began = time.monotonic()
+    began, launcher = time.monotonic(), os.getppid()
     quiet_libraries()
     recipe = loaded.recipe
     processes = Processes(bf16=recipe.train.bf16)
@@ -76,7 +76,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         if (
             "TORCHELASTIC_RUN_ID" in os.environ
         ):  # a launcher that was killed passes nothing on, and nobody would end this process
-            signal_at_parents_death(signal.SIGTERM)
+            signal_at_parents_death(signal.SIGTERM, parent=launcher)
         with signals.interruptible():
             exists = output_dir.is_dir()
             if exists and processes.is_main:

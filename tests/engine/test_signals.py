@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_cli.engine.signals import GRACE_SECONDS, PASSED_ON_SECONDS, StopSignals
+from grpo_cli.engine.signal_watch import GRACE_SECONDS
+from grpo_cli.engine.signals import PASSED_ON_SECONDS, REPEATED_SECONDS, StopSignals
 from grpo_cli.errors import Interrupted
 
 
@@ -67,7 +68,8 @@ def test_code_that_wraps_the_exception_is_stopped_all_the_same(wrapping: type[Ba
             raise wrapping("a reward function raised") from error
 
 
-def test_a_second_signal_acts_as_usual() -> None:
+def test_a_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.engine.signals.REPEATED_SECONDS", -1)
     with StopSignals():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -77,10 +79,11 @@ def test_a_second_signal_acts_as_usual() -> None:
 WAITING = """
 import ctypes
 import sys
+import threading
 from grpo_cli.engine.signals import StopSignals
 
 with StopSignals(passed_on=sys.argv[1] == "passed on") as signals, signals.interruptible():
-    print("waiting", flush=True)
+    threading.Timer(0.5, print, ["waiting"], {"flush": True}).start()
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)  # for ever, whatever comes: as a library that waits for another process
@@ -96,7 +99,7 @@ def test_a_second_signal_ends_what_does_not_see_the_first(
 ) -> None:
     with waiting("from a terminal") as process:
         process.send_signal(first)
-        time.sleep(0.5)
+        time.sleep(REPEATED_SECONDS + 0.2)
         assert process.poll() is None
         process.send_signal(second)
         _, errors = process.communicate(timeout=20)
@@ -115,6 +118,92 @@ def test_the_same_signal_passed_on_is_no_second_one() -> None:
         time.sleep(PASSED_ON_SECONDS - GRACE_SECONDS)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143
+
+
+@pytest.mark.slow
+def test_it_ends_also_where_nobody_reads_what_it_says() -> None:
+    """As with `grpo train 2>&1 | tee log`, where Ctrl-C has ended `tee`."""
+    with waiting("from a terminal") as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(REPEATED_SECONDS + 0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+
+
+SAVING = """
+import signal, sys, time
+import torch
+from grpo_cli.engine.signals import StopSignals
+from grpo_cli.errors import Interrupted
+
+torch.set_num_threads(1)
+matrix = torch.ones(1500, 1500)
+with StopSignals() as signals:
+    print("working", flush=True)
+    try:
+        with signals.interruptible():
+            while True:
+                matrix @ matrix
+    except Interrupted:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            matrix @ matrix
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_twice_at_once_does_not_cut_the_saving_off() -> None:
+    """As `timeout` sends it; Python may call a handler once for several that came while a library computed."""
+    with subprocess.Popen([sys.executable, "-c", SAVING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        assert (process.stdout.read(), process.wait(30)) == ("saved\n", 0)
+
+
+LAUNCHING = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+child.wait()
+"""
+LAUNCHED = """
+import os, signal, time
+from grpo_cli.engine.signals import StopSignals
+from grpo_cli.errors import Interrupted
+from grpo_cli.parent_death import signal_at_parents_death
+
+with StopSignals() as signals:
+    signal_at_parents_death(signal.SIGTERM, parent=os.getppid())
+    print("working", flush=True)
+    try:
+        with signals.interruptible():
+            time.sleep(60)
+    except Interrupted:
+        print("saving", flush=True)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            time.sleep(0.1)
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process learns of its parent's death")
+def test_a_launcher_that_is_killed_while_all_save_asks_nobody_again() -> None:
+    """As by who terminates it, waits, and kills it then."""
+    with subprocess.Popen([sys.executable, "-c", LAUNCHING, LAUNCHED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        process.terminate()
+        assert process.stdout.readline() == "saving\n"
+        time.sleep(REPEATED_SECONDS + 0.2)
+        process.kill()
+        assert process.stdout.read() == "saved\n"
 
 
 @contextlib.contextmanager
@@ -151,7 +240,8 @@ def test_the_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_second_ctrl_c_is_not_taken_for_the_first() -> None:
+def test_a_second_ctrl_c_is_not_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.engine.signals.REPEATED_SECONDS", -1)
     with StopSignals() as signals, pytest.raises(KeyboardInterrupt), signals.interruptible():  # noqa: PT012
         with contextlib.suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
