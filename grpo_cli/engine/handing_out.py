@@ -105,8 +105,7 @@ def agreed_outline(held: RolloutWindow, gradients: GradientPass) -> Outline:
     """Have the main process, which is told what each completion costs, cut them into shares; the others are told where."""
     processes, num_steps = gradients.processes, len(held.groups)
     own = _rows(held, gradients)
-    width = processes.most(own.numel())
-    told = processes.rows_to_main(nn.functional.pad(own.flatten(), (0, width - own.numel()), value=_NOBODY), width)
+    told = _costs_of_all(own.flatten(), processes)
     if told is None:
         (bounds,) = unpacked(processes.from_main(None))[0].values()
         starts, ends, *shares = torch.split(
@@ -118,6 +117,18 @@ def agreed_outline(held: RolloutWindow, gradients: GradientPass) -> Outline:
     numbers = [*outline.held, *(step.stop for step in outline.steps), *chain(*outline.shares)]
     processes.from_main(packed({"bounds": torch.tensor(numbers)}, None))
     return outline
+
+
+def _costs_of_all(own: Tensor, processes: Processes) -> Tensor | None:
+    """Bring the numbers of all processes to the main one, by rank; those of `_NOBODY` may be among them."""
+    width, whole = processes.most(len(own)), int(processes.sum(torch.tensor([len(own)])))
+    if width * processes.count <= 2 * whole:
+        return processes.rows_to_main(nn.functional.pad(own, (0, width - len(own)), value=_NOBODY), width)
+    # One of them has nearly everything, such as what servers have sampled: messages of one length would be as many times that.
+    told = processes.to_main(own.numpy().tobytes())
+    if not processes.is_main:
+        return None
+    return torch.frombuffer(bytearray(b"".join(told)), dtype=own.dtype) if any(told) else own
 
 
 def _outline(rows: Tensor, num_steps: int, gradients: GradientPass) -> Outline:

@@ -100,14 +100,18 @@ class RewardedByMain:
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`."""
         places, names = self.division.kept(drawn.count), self.scorer.names
+        # Where the main process has everything, nobody waits for rewards.
+        told = self.processes.count > 1 and not self.division.main_only
         if not self.processes.is_main:
             collected(groups, (), self.processes)
+            if not told:
+                return Rewarded(places=places, own=Scores(groups=(), metrics={}), everyones=(), recorded=True)
             own_rewards = self.processes.row_from_main(None, self.processes.most(0))
             scored = _with_rewards(groups, own_rewards, names)
             return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=(), recorded=True)
         scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
         check_logged(scores.logged)
-        if self.processes.count > 1:
+        if told:
             rows = rewards_rows(scores.groups, names, [len(places) for places in self.division.everyones(drawn.count)])
             self.processes.row_from_main(rows, self.processes.most(rows.shape[1]))
         own = replace(scores, groups=scores.groups[places.start : places.stop])
@@ -123,7 +127,7 @@ def rewards_rows(scored: Sequence[ScoredGroup], names: Sequence[str], counts: Se
         counts: How many groups each process has.
     """
     numbers = [
-        torch.cat([one.rewards.flatten(), torch.tensor([one.dropped, *(name in one.failed for name in names)])])
+        torch.cat([one.rewards.float().flatten(), torch.tensor([one.dropped, *(name in one.failed for name in names)])])
         for one in scored
     ]
     remaining = iter(numbers)

@@ -4,8 +4,10 @@
     scripts/bench/scale --quick            few ranks and prompts: shows that everything works; its numbers mean nothing
 
 A process plays a rank of a step that is made up, and what the main one does besides: 2 prompts and 16 completions a rank, of uneven
-lengths. It runs what trains, and finds what the other ranks would have sent; how long a network takes to bring it is not measured here, nor are the policy and the sampling. The
-sampler draws from a dataset that repeats its rows. The sizes take turns, and medians are compared with 1 rank and with 10,000 prompts.
+lengths. It runs what trains, and finds what the other ranks would have sent; how long a network takes to bring it is not measured here,
+nor what its library does for each rank that the main one hears or tells in one exchange, nor are the policy and the sampling. Every
+rank has an engine of its own. The sampler draws from a dataset that repeats its rows. The sizes take turns, and medians are compared
+with 1 rank and with 10,000 prompts.
 """
 
 import argparse

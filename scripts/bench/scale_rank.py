@@ -4,6 +4,7 @@ It is the code that trains. The messages of the other ranks are made beforehand,
 are written to memory, as a network would.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -203,9 +204,19 @@ class SimulatedStep:
         return partial(agreed_outline, self.held(0), gradient_pass(processes))
 
     def record_all(self) -> Callable[[], object]:
-        """The main rank makes the table of all completions that it writes."""
-        values = [0.0] * (len(self.prompts) * NUM_GENERATIONS)
-        return partial(completion_table, self.scored, REWARDS, step=0, advantages=values)
+        """The main rank gets all advantages, and makes the table of all completions that it writes."""
+        processes, values = self._processes(0), advantages([one.rewards for one in self.scored], REWARD_SETTINGS)
+        told = [torch.cat(values[self.places(rank).start : self.places(rank).stop]) for rank in range(self.count)]
+        processes.others_send({rank: one.numpy().tobytes() for rank, one in enumerate(told)})
+        own = Scores(groups=tuple(self.scored_of(0)), metrics={})
+        rewarded = Rewarded(places=self.places(0), own=own, recorded=True, everyones=self.scored)
+
+        def call() -> object:
+            recorded = recorded_rollouts(rewarded, values[: len(own.groups)], processes)
+            flat = torch.cat([torch.empty(0), *recorded.advantages]).tolist()
+            return completion_table(recorded.scored, REWARDS, step=0, advantages=flat)
+
+        return call
 
     def metrics_of(self, rank: int) -> Metrics:
         """Give what it tells of the completions that it trained on; here these are those of its own prompts."""
@@ -215,6 +226,7 @@ class SimulatedStep:
 
     def _let_know(self, processes: SimulatedProcesses) -> None:
         """Have there what a rank is told before completions are handed out: the main one what each costs, the others who gets it."""
+        processes.others_add(torch.tensor([self._costs.numel()]))
         if processes.is_main:
             processes.others_bring(self._costs)
         else:
@@ -290,5 +302,7 @@ def gradient_pass(processes: SimulatedProcesses) -> GradientPass:
 
 def _told_costs(rank: int, count: int, window: RolloutWindow) -> Tensor:
     """Give what a rank tells the main one of what it has."""
-    told: Tensor = overheard(partial(agreed_outline, window, gradient_pass(OverheardProcesses(rank=rank, count=count))))
+    processes = OverheardProcesses(rank=rank, count=count)
+    processes.others_add(torch.tensor([sys.maxsize // 4]))  # as if it were no more than its part
+    told: Tensor = overheard(partial(agreed_outline, window, gradient_pass(processes)))
     return told

@@ -69,6 +69,11 @@ class SimulatedProcesses(Processes):
         """Have the others add zeros in the next sums."""
         self._arriving.extend([_SILENCE] * times)
 
+    def others_add(self, values: Tensor) -> None:
+        """Have the others add something in the next sum."""
+        if self.count > 1:
+            self._arriving.append((values, torch.empty(0)))
+
     def main_tells(self, message: bytes) -> None:
         """Have a message there for a `from_main`, unless this is the main one."""
         if self.rank > 0:

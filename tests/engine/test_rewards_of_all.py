@@ -61,7 +61,8 @@ def test_processes_that_tell_each_other_sums_find_what_one_with_all_groups_finds
     assert list(together.values()) == pytest.approx(list(alone.values()), rel=1e-9, abs=1e-12, nan_ok=True)
 
 
-def test_every_process_learns_how_its_groups_were_scored() -> None:
+@pytest.mark.parametrize("main_only", [False, True])
+def test_every_process_learns_how_its_groups_were_scored(main_only: bool) -> None:
     """Rewards, those that do not apply, groups that were left out, and functions that failed; also where groups are uneven."""
     groups = [group(number, "p", ["a"] * (1 + number % 3)) for number in range(5)]
     nan = float("nan")
@@ -86,7 +87,7 @@ def test_every_process_learns_how_its_groups_were_scored() -> None:
             )
 
     def work(processes: ThreadedProcesses) -> Rewarded:
-        division = Division(rank=processes.rank, processes=3, engines=3)
+        division = Division(rank=processes.rank, processes=3, engines=1 if main_only else 3, main_only=main_only)
         scorer: Any = Scorer()
         rewarding = RewardedByMain(scorer=scorer, processes=processes, division=division)
         own = [groups[place] for place in division.kept(len(groups))]
