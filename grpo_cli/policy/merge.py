@@ -51,6 +51,7 @@ def merged_model(folder: Path, *, base: str | None = None, trust_remote_code: bo
         dtype="auto",
         trust_remote_code=trust_remote_code,
     )
+    keep_deepspeed_quiet()
     config, location = load_config(section, Path.cwd()), prepared_location(section.name_or_path, Path.cwd())
     with explained(section.name_or_path):
         model = model_class(config).from_pretrained(
@@ -64,7 +65,6 @@ def merged_model(folder: Path, *, base: str | None = None, trust_remote_code: bo
 
 def _with_weights(model: Any, folder: Path, section: ModelSection) -> Any:
     """Merge adapters into a model, of whatever kind they are that PEFT knows."""
-    keep_deepspeed_quiet()
     from peft import PeftModel  # noqa: PLC0415  it takes a second to import
 
     adapted = PeftModel.from_pretrained(model, str(folder))
