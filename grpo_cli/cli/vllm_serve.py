@@ -1,5 +1,6 @@
 """`grpo vllm-serve`: a vLLM server that training can sample from and push weights to."""
 
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -219,12 +220,9 @@ def served_engine(plan: ServePlan) -> dict[str, Any]:
         ModelError: If the model or its tokenizer is not there.
         RecipeError: If `vllm.engine` holds something that it cannot.
     """
-    from grpo_cli.policy.load import load_config
     from grpo_cli.rollout.vllm.arguments import engine_arguments
-    from grpo_cli.vision.inputs import is_vision_language
 
     model, on_cpu = prepared_model(plan.model, plan.folder), not _sees_gpu()
-    sees = is_vision_language(load_config(plan.model, plan.folder))
     return engine_arguments(
         plan.vllm,
         model=model,
@@ -236,9 +234,20 @@ def served_engine(plan: ServePlan) -> dict[str, Any]:
         tokenizer=prepared_tokenizer(plan.model, plan.folder),
         trust_remote_code=plan.model.trust_remote_code,
         lora_rank=plan.lora_rank,
-        image_options=plan.model.processor_kwargs if sees else None,
+        image_options=plan.model.processor_kwargs if _sees(plan, model) else None,
         where=plan.where,
     )
+
+
+def _sees(plan: ServePlan, model: str) -> bool:
+    """Tell whether the model reads images. Who asks its configuration waits seconds for transformers, unless the file says that it does not."""
+    file = Path(model) / "config.json"
+    if file.is_file() and "vision_config" not in json.loads(file.read_text(encoding="utf-8")):
+        return False
+    from grpo_cli.policy.load import load_config
+    from grpo_cli.vision.inputs import is_vision_language
+
+    return is_vision_language(load_config(plan.model, plan.folder))
 
 
 def _sees_gpu() -> bool:

@@ -70,13 +70,7 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
     require_trackers(recipe.logging.report_to)
     output_dir = Path(recipe.train.output_dir).expanduser().resolve()
     with ExitStack() as stack:
-        # Slurm, too: what it sends at preemption comes beside what the batch script sends.
-        passed_on = processes.count > 1 or "SLURM_STEP_ID" in os.environ
-        signals = stack.enter_context(StopSignals(passed_on=passed_on))
-        if (
-            "TORCHELASTIC_RUN_ID" in os.environ
-        ):  # a launcher that was killed passes nothing on, and nobody would end this process
-            signal_at_parents_death(signal.SIGTERM, parent=launcher)
+        signals = _listen(processes, launcher, stack)
         with signals.interruptible():
             exists = output_dir.is_dir()
             if exists and processes.is_main:
@@ -107,6 +101,17 @@ def run(loaded: LoadedRecipe, *, resume: str | None = None) -> Path:
         finally:
             if trainer.state.step > 0:  # before that there is nothing to sum up: the error says it all
                 recorder.finish(_summary(trainer, final, seconds=time.monotonic() - began))
+
+
+def _listen(processes: Processes, launcher: int, stack: ExitStack) -> StopSignals:
+    """Turn signals into `Interrupted` until the run ends."""
+    # Slurm, too: what it sends at preemption comes beside what the batch script sends.
+    passed_on = processes.count > 1 or "SLURM_STEP_ID" in os.environ
+    signals = stack.enter_context(StopSignals(passed_on=passed_on))
+    # A launcher that was killed passes nothing on, and nobody would end this process.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_parents_death(signal.SIGTERM, parent=launcher)
+    return signals
 
 
 def _load_inputs(

@@ -180,34 +180,6 @@ def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experim
         ]
 
 
-SHORT_PATIENCE = """
-from datetime import timedelta
-import torch.distributed
-torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=4)
-"""
-WAS_SHORT = """
-group = torch.distributed.distributed_c10d._get_default_group()
-assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=4)
-"""
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_zero3", "fsdp2"])
-def test_a_reward_that_takes_longer_than_collectives_may_trips_none(
-    experiment: Experiment, warm: WarmStart, strategy: str
-) -> None:
-    """With what is 10 or 30 minutes cut down to seconds; the other process waits meanwhile."""
-    (experiment.folder / "patient_rewards.py").write_text(
-        "import time\n\n\ndef patient(completions, **_):\n    time.sleep(6)\n    return [float(len(one)) for one in completions]\n"
-    )
-    more = {
-        "train.output_dir": experiment.output(f"patient-{strategy}"),
-        "train.max_steps": 1,
-        "distributed.strategy": strategy,
-        "rewards.reward_funcs": "[patient_rewards.patient]",
-    }
-    train_in_forked(warm, 2, [(experiment.recipe, more, None)], before=SHORT_PATIENCE, afterwards=WAS_SHORT)
-
-
 def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experiment, warm: WarmStart) -> None:
     """Whoever scores them; of the steps that share a generation, some have fewer prompts then."""
     (experiment.folder / "picky.py").write_text(
