@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -180,7 +180,7 @@ class _Survey:
                 f"dataset: none of {_count(self.rows, 'row')} gives a prompt: {reasons}"
                 if self.rows
                 else "dataset: it has no rows",
-                hint="is `prompt` mapped to the right column in dataset.columns?" if self.rows else None,
+                hint=_hint(self.rejected) if self.rows else None,
             )
         ordered = sorted(self.lengths)
         return Preflight(
@@ -279,3 +279,10 @@ def _rejection_texts(rejected: Mapping[str, Rejections]) -> list[str]:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _hint(reasons: Iterable[str]) -> str:
+    """Say what would help where no row gives a prompt."""
+    if any("is longer than" in reason for reason in reasons):
+        return "raise dataset.max_prompt_length; model.processor_kwargs can make images smaller"
+    return "is `prompt` mapped to the right column in dataset.columns?"

@@ -82,6 +82,15 @@ def test_a_missing_prompt_column_is_found_before_any_row_is_read(builder: Builde
             look()
 
 
+def test_where_all_prompts_are_too_long_the_hint_is_their_length(builder: Builder) -> None:
+    rows = Dataset.from_dict({"prompt": ["a prompt of several words"] * 2})
+    with pytest.raises(
+        DataError, match="none of 2 rows gives a prompt: 2 rows, prompt is longer than 1 tokens"
+    ) as raised:
+        preflight(rows, builder(max_prompt_length=1))
+    assert str(raised.value.hint).startswith("raise dataset.max_prompt_length")
+
+
 def test_a_dataset_without_usable_rows_is_refused_with_the_reasons(builder: Builder) -> None:
     rows = Dataset.from_dict({"prompt": ["", None, ""]})
     message = r"none of 3 rows gives a prompt: 2 rows, prompt is empty \(rows 0, 2\); 1 row, prompt is None \(row 1\)"
