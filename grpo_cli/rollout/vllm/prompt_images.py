@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
 
+from PIL import Image
+
 from grpo_cli.errors import TrainingError
 from grpo_cli.types import Prompt
 from grpo_cli.vision.pictures import decoded
@@ -67,9 +69,15 @@ class ImagePrompt:
         """Give what vLLM's renderer takes.
 
         Raises:
-            ValueError: If an image cannot be read.
+            ValueError: If an image cannot be read, or all of them have more pixels than Pillow lets one image have: a body that is not long
+                can hold hundreds of large ones.
         """
-        images = [decoded(image) for image in self.images]
+        images: list[Image.Image] = []
+        for content in self.images:
+            images.append(decoded(content))
+            pixels, most = sum(image.width * image.height for image in images), Image.MAX_IMAGE_PIXELS
+            if most is not None and pixels > most:
+                raise ValueError(f"they have more than {most:,} pixels")
         return {"prompt_token_ids": list(self.unexpanded), "multi_modal_data": {"image": images}}
 
     @contextmanager

@@ -133,6 +133,14 @@ def test_what_is_a_program_for_another_program_is_no_image() -> None:
     )
 
 
+def test_many_images_that_would_fill_the_memory_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = 24 * 16 + 10 * 30
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", pixels)
+    assert ask(images=in_base64(*PICTURES[:2])).status_code == 200
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", pixels - 1)
+    assert "they have more than 683 pixels" in said(ask(images=in_base64(*PICTURES[:2])))
+
+
 def test_an_image_that_would_fill_the_memory_is_refused_by_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow's bound, at a size that a test can have."""
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
