@@ -248,8 +248,10 @@ def longest_prompt(recipe: Recipe, folder: Path) -> int:
 
 
 def _sees(recipe: Recipe, model: Any, folder: Path) -> bool:
-    """Tell whether prompts have images, for which the dataset is read where the model could see them."""
-    return is_vision_language(model.config) and has_images(load_rows(recipe.dataset, folder=folder))
+    """Tell whether prompts have images. Of a dataset that is not read it is assumed, if the model could see them."""
+    if not is_vision_language(model.config):
+        return False
+    return recipe.dataset.max_prompt_length is not None or has_images(load_rows(recipe.dataset, folder=folder))
 
 
 def _has_second_model(recipe: Recipe) -> bool:

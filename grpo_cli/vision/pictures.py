@@ -45,6 +45,19 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, colours).convert("RGB")
 
 
+def pixels_of(content: bytes) -> int:
+    """Count an encoded image's pixels, for which only its head is read.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        image = opened(content)
+    except Exception as error:  # as in `decoded`
+        raise ValueError(f"an image cannot be read: {error}") from error
+    return image.width * image.height
+
+
 def decoded(content: bytes) -> Image.Image:
     """Read an encoded image as a model is shown it: upright, in RGB.
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.types import Prompt
-from grpo_cli.vision.pictures import decoded
+from grpo_cli.vision.pictures import decoded, pixels_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +72,10 @@ class ImagePrompt:
             ValueError: If an image cannot be read, or all of them have more pixels than Pillow lets one image have: a body that is not long
                 can hold hundreds of large ones.
         """
-        images: list[Image.Image] = []
-        for content in self.images:
-            images.append(decoded(content))
-            pixels, most = sum(image.width * image.height for image in images), Image.MAX_IMAGE_PIXELS
-            if most is not None and pixels > most:
-                raise ValueError(f"they have more than {most:,} pixels")
+        most = Image.MAX_IMAGE_PIXELS
+        if most is not None and sum(map(pixels_of, self.images)) > most:
+            raise ValueError(f"they have more than {most:,} pixels")
+        images = [decoded(content) for content in self.images]
         return {"prompt_token_ids": list(self.unexpanded), "multi_modal_data": {"image": images}}
 
     @contextmanager

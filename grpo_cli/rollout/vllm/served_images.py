@@ -7,6 +7,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 from grpo_cli.errors import TrainingError
@@ -15,7 +16,7 @@ from grpo_cli.rollout.vllm.prompt_images import ImagePrompt
 
 
 async def completed_after_images(
-    engine: Any, asked: Mapping[str, Any], *, opening: asyncio.Semaphore
+    engine: Any, asked: Mapping[str, Any], *, opening: asyncio.Semaphore, threads: Executor
 ) -> dict[str, Any]:
     """Complete one prompt.
 
@@ -23,6 +24,7 @@ async def completed_after_images(
         engine: vLLM's client of its engine.
         asked: What `ImagePrompt.request` and `sampling_fields` say, read from JSON.
         opening: Held while images are open.
+        threads: Open them, and go on to the end with what a client has left meanwhile.
 
     Returns:
         What `/v1/completions` answers, as far as the trainer reads it.
@@ -37,7 +39,7 @@ async def completed_after_images(
         raise TrainingError(f"prompt {prompt.uid}: {error}") from error
     async with opening:
         with prompt.explained():
-            opened = await asyncio.to_thread(prompt.opened)
+            opened = await asyncio.get_running_loop().run_in_executor(threads, prompt.opened)
             (rendered,) = await engine.renderer.render_cmpl_async([opened])
     answers = engine.generate(prompt.checked(rendered), parameters, uuid.uuid4().hex)
     (answer,) = [answer async for answer in answers]  # one: the parameters ask for nothing before the end

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo_cli.parent_death import signal_at_parents_death
@@ -50,6 +51,7 @@ class ServedEngine:
 
     def __init__(self) -> None:
         self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="images")
 
     def description(self, scope: Scope) -> dict[str, Any]:
         """Give what does not change while it runs."""
@@ -80,7 +82,8 @@ class ServedEngine:
         """Complete a prompt with images. See `completed_after_images`."""
         from grpo_cli.rollout.vllm.served_images import completed_after_images  # noqa: PLC0415  only where vLLM runs
 
-        return await completed_after_images(scope["app"].state.engine_client, asked, opening=self._opening)
+        engine = scope["app"].state.engine_client
+        return await completed_after_images(engine, asked, opening=self._opening, threads=self._threads)
 
     async def settle(self, scope: Scope) -> None:
         """Forget what old weights saw in images, have the workers use the adapters that came, and let requests name them."""

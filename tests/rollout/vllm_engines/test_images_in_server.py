@@ -153,11 +153,30 @@ def test_values_of_wrong_types_are_refused_before_the_engine_gets_them(it: Visio
     assert served.ask("POST", AFTER_IMAGES, json=right).status_code == 200
     for name, value in (
         *(("max_tokens", 8.5), ("max_tokens", "8"), ("temperature", "1"), ("stop_token_ids", ["a"]), ("stop", [1])),
-        *(("logit_bias", {"a": 1.0}), ("structured_outputs", {"regex": 3}), ("logprobs", [0])),
+        *(("logit_bias", {"a": 1.0}), ("structured_outputs", {"regex": 3})),
     ):
         answer = served.ask("POST", AFTER_IMAGES, json={**right, name: value})
         assert (answer.status_code, "prompt 0:1: Expected" in answer.text) == (400, True), (name, value, answer.text)
     assert served.ask("POST", AFTER_IMAGES, json=right).status_code == 200
+
+
+def test_what_the_engine_trusts_without_a_look_cannot_be_asked_for(it: VisionCase, served: VllmServer) -> None:
+    """The first of these ended it; no prompt of text can ask for them either."""
+    right = {**request(it, n=1), "min_tokens": 4}
+    private = {
+        "_all_stop_token_ids": [1_000_000],
+        "extra_args": {"a": 1},
+        "output_text_buffer_length": -1,
+        "logprobs": None,
+    }
+    with_backend = {"structured_outputs": {"regex": "[ab]{4}", "_backend": "x"}}
+    for more in (private, with_backend):
+        answer = served.ask("POST", AFTER_IMAGES, json={**right, **more})
+        assert answer.status_code == 200, answer.text
+    for seed in (2**64 - 1, -(2**63) - 1):
+        answer = served.ask("POST", AFTER_IMAGES, json={**right, "seed": seed})
+        assert (answer.status_code, "seed: found" in answer.text) == (400, True), answer.text
+    assert served.ask("GET", "/health").status_code == 200
 
 
 def test_it_stops_sampling_when_its_client_leaves(it: VisionCase, served: VllmServer, engine: ServerEngine) -> None:
