@@ -93,6 +93,7 @@ class Processes:
             backend = "gloo" if self.device.type == "cpu" else None
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed looks for it, which launchers set
 
     def check_same(self, value: Any, what: str, *, among: int | None = None) -> None:
         """Check that processes have the same of something that JSON can hold.

@@ -255,3 +255,13 @@ def test_a_wrong_configuration_is_told_in_one_line(
     assert message in errors
     assert errors.count("distributed.deepspeed_config") == 1
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_zero1", "deepspeed_zero3", "fsdp2"])
+def test_a_process_that_no_launcher_has_started_takes_every_strategy(
+    experiment: Experiment, warm: WarmStart, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    output = f"train.output_dir={experiment.output(f'alone-{strategy}')}"
+    done = warm.run("train", experiment.recipe, output, "train.max_steps=1", f"distributed.strategy={strategy}")
+    assert done.returncode == 0, done.stderr
