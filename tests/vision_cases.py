@@ -3,6 +3,7 @@
 None of what the truth is computed from passes through the code under test: ids, pixels and kinds of tokens come from the processor.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from vision_prompts import PICTURES, conversation, prepared
 
-from grpo_cli.types import Completion, Prompt, PromptId, Sampling
+from grpo_cli.types import Completion, Group, Prompt, PromptId, Sampling
 from grpo_cli.vision.inputs import placeholder_ids
 from grpo_cli.vision.processor import VisionProcessor
 
@@ -65,3 +66,14 @@ class VisionCase:
         logits[:, list(self.banned)] = -torch.inf
         found: Tensor = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
         return found
+
+    def move_tower(self, groups: Sequence[Group]) -> None:
+        """Change what the model sees, and with it the log-probabilities of a group for each prompt with images, and of those alone."""
+        before = [self.plain_logps(number, group.completions[0]) for number, group in enumerate(groups)]
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "vis" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
+        after = [self.plain_logps(number, group.completions[0]) for number, group in enumerate(groups)]
+        assert torch.equal(before[0], after[0])
+        assert all((old - new).abs().max() > 0.01 for old, new in zip(before[1:], after[1:], strict=True))

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from grpo_cli.data.columns import as_rows, check_columns, column_names
-from grpo_cli.data.prompts import PromptBuilder, Rejected, Rendered, prompt_id
+from grpo_cli.data.prompts import PromptBuilder, Rejected, Rendered, hint_for, prompt_id
 from grpo_cli.errors import DataError
 from grpo_cli.types import Prompt
 
@@ -180,7 +180,7 @@ class _Survey:
                 f"dataset: none of {_count(self.rows, 'row')} gives a prompt: {reasons}"
                 if self.rows
                 else "dataset: it has no rows",
-                hint=_hint(self.rejected) if self.rows else None,
+                hint=hint_for(self.rejected) if self.rows else None,
             )
         ordered = sorted(self.lengths)
         return Preflight(
@@ -279,10 +279,3 @@ def _rejection_texts(rejected: Mapping[str, Rejections]) -> list[str]:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _hint(reasons: Iterable[str]) -> str:
-    """Say what would help where no row gives a prompt."""
-    if any("is longer than" in reason for reason in reasons):
-        return "raise dataset.max_prompt_length; model.processor_kwargs can make images smaller"
-    return "is `prompt` mapped to the right column in dataset.columns?"

@@ -32,6 +32,7 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 NONE = "prompt is None"
 EMPTY = "prompt is empty"
 NO_CONTENT = "a message has no content"
+TOO_LONG = "is longer than"
 NO_TOKENS = "prompt has no tokens"
 NO_IMAGE = "the text has tokens that stand for images"
 
@@ -170,9 +171,9 @@ class PromptBuilder:
                 + ("; model.processor_kwargs can make images smaller" if prompt.images else ""),
             )
         if prompt.images:
-            return Rejected(reason=f"prompt with images is longer than {longest} tokens")
+            return Rejected(reason=f"prompt with images {TOO_LONG} {longest} tokens")
         if policy == "drop":
-            return Rejected(reason=f"prompt is longer than {longest} tokens")
+            return Rejected(reason=f"prompt {TOO_LONG} {longest} tokens")
         bos = prompt.ids[:1] if prompt.ids[0] == self._tokenizer.bos_token_id and longest > 1 else ()
         ids = bos + prompt.ids[len(prompt.ids) - longest + len(bos) :]
         return replace(prompt, ids=ids, text=self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -337,6 +338,13 @@ class PromptBuilder:
             for place, found in zip(places, encoded["input_ids"], strict=True):
                 ids[place] = tuple(found)
         return ids
+
+
+def hint_for(reasons: Iterable[str]) -> str:
+    """Say what would help where no row gives a prompt, by the reasons of `Rejected`."""
+    if any(TOO_LONG in reason for reason in reasons):
+        return "raise dataset.max_prompt_length; model.processor_kwargs can make images smaller"
+    return "is `prompt` mapped to the right column in dataset.columns?"
 
 
 def prompt_id(epoch: int, row: int) -> PromptId:

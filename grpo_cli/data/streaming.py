@@ -9,7 +9,7 @@ from datasets import IterableDataset
 
 from grpo_cli.data.columns import column_names
 from grpo_cli.data.fingerprint import check_same_dataset, digest
-from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
+from grpo_cli.data.prompts import PromptBuilder, Rejected, hint_for, prompt_id
 from grpo_cli.errors import DataError
 from grpo_cli.types import Prompt
 
@@ -134,7 +134,7 @@ class StreamingPromptSampler:
             reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self._rejected.most_common())
             raise DataError(
                 f"dataset: no row of a whole epoch gives a prompt: {reasons or 'there are no rows'}",
-                hint="is `prompt` mapped to the right column in dataset.columns?",
+                hint=hint_for(self._rejected),
             )
         self._epoch, self._consumed, self._usable = self._epoch + 1, 0, 0
         self._reader = self._read_epoch()

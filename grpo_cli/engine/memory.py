@@ -132,6 +132,8 @@ def estimate_memory(
     if demand.most_cached_tokens is not None:
         cached_tokens = min(cached_tokens, max(longest, demand.most_cached_tokens))
     samples = demand.vllm is None
+    activations, head = _activations(policy, tokens, train, spread), _head(policy, tokens, train, spread, device)
+    of_text = (activations or 0) + (head or 0)
     return MemoryEstimate(
         weights=weights,
         gradients=_held(policy, _gradient_bytes(policy, spread), train, spread),
@@ -139,9 +141,9 @@ def estimate_memory(
         reference=weights if demand.with_reference else 0,
         gathered=_gathered(policy, train, spread),
         rounded=_rounded(policy, train, spread),
-        activations=_activations(policy, tokens, train, spread),
-        head=_head(policy, tokens, train, spread, device),
-        images=_images(policy, demand.image_tokens_of(tokens), tokens, train, spread, device),
+        activations=activations,
+        head=head,
+        images=_images(policy, demand.image_tokens_of(tokens), of_text, train, spread),
         sampled=_sampled(policy, train, spread, device) if samples else 0,
         cache=_cache(policy, cached_tokens, train) if samples else 0,
         vllm=demand.vllm or 0,
@@ -196,7 +198,7 @@ def tokens_that_fit(
         of_text = (_activations(policy, tokens, train, spread) or 0) + (
             _head(policy, tokens, train, spread, device) or 0
         )
-        return of_text + _images(policy, seen, tokens, train, spread, device)
+        return of_text + _images(policy, seen, of_text, train, spread)
 
     while room is not None and tokens > LEAST_TOKENS and needed() > room:
         tokens //= 2
@@ -383,15 +385,12 @@ def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread,
     return max(at_head, in_layers, gradient + waiting) - (layers or 0)
 
 
-def _images(
-    policy: PolicyModel, image_tokens: int, tokens: int, train: TrainSection, spread: Spread, device: torch.device
-) -> int:
-    """Bytes that a vision tower takes on top of the text model's activations, which are gone when its own backward begins."""
+def _images(policy: PolicyModel, image_tokens: int, of_text: int, train: TrainSection, spread: Spread) -> int:
+    """Bytes that a vision tower takes on top of the text model's `of_text`, which are gone when its own backward begins."""
     tower = tower_bytes(
         policy.model,
         image_tokens,
         checkpointing=_checkpointing(policy, train, spread),
         precision=_precision(policy, train, spread),
     )
-    of_text = (_activations(policy, tokens, train, spread) or 0) + (_head(policy, tokens, train, spread, device) or 0)
     return tower.kept + max(0, tower.again - of_text)

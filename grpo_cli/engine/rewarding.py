@@ -104,10 +104,8 @@ class RewardedByMain:
         told = self.processes.count > 1 and not self.division.main_only
         if not self.processes.is_main:
             collected(groups, (), self.processes)
-            if not told:
-                return Rewarded(places=places, own=Scores(groups=(), metrics={}), everyones=(), recorded=True)
-            own_rewards = self.processes.row_from_main(None, self.processes.most(0))
-            scored = _with_rewards(groups, own_rewards, names)
+            numbers = self.processes.row_from_main(None, self.processes.most(0)) if told else torch.empty(0)
+            scored = _with_rewards(groups, numbers, names)
             return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=(), recorded=True)
         scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
         check_logged(scores.logged)

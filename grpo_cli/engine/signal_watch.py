@@ -15,6 +15,28 @@ LOOK_SECONDS = 0.1
 """Between looks for a second one."""
 
 
+class Repeats:
+    """Tells signals that ask again from those that are the first one once more.
+
+    Args:
+        apart: Seconds after the first that one comes to be another.
+    """
+
+    def __init__(self, *, apart: float) -> None:
+        self._apart = apart
+        self._first: float | None = None
+        self._parent = os.getppid()
+
+    def is_another(self, at: float) -> bool:
+        """Take note of a signal that came at a time of the monotonic clock; the first is none."""
+        before, self._parent = self._parent, os.getppid()
+        if self._first is None:
+            self._first = at
+            return False
+        # With another parent the kernel tells of a launcher that died: nobody has asked again.
+        return self._parent == before and at - self._first > self._apart
+
+
 class SignalWatch:
     """A thread that ends the process at a second signal that the main thread does not see.
 
@@ -22,12 +44,12 @@ class SignalWatch:
 
     Args:
         numbers: Of the signals that count.
-        apart: Seconds after the first that a signal comes to be another one.
+        apart: See `Repeats`.
     """
 
     def __init__(self, numbers: Collection[int], *, apart: float) -> None:
         self._numbers = frozenset(numbers)
-        self._apart = apart
+        self._repeats = Repeats(apart=apart)
         self._seen_at = 0.0
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
@@ -48,11 +70,11 @@ class SignalWatch:
 
     def _watch(self, reading: int) -> None:
         """Wait for the first signal, and then look often: this thread may have to wait for its turn, and must know when a signal came."""
-        first, parent = 0.0, os.getppid()
+        heard = False
         with contextlib.closing(os.fdopen(reading, "rb", buffering=0)) as pipe:
             while True:
                 since = time.monotonic()  # nothing is there that has not been read
-                if first and not select.select([reading], [], [], LOOK_SECONDS)[0]:
+                if heard and not select.select([reading], [], [], LOOK_SECONDS)[0]:
                     continue
                 came = pipe.read(64)
                 if not came:
@@ -60,13 +82,11 @@ class SignalWatch:
                 numbers = self._numbers.intersection(came)
                 if not numbers:
                     continue
-                if not first:
-                    first = since = time.monotonic()
-                if os.getppid() != parent:  # the kernel tells of a launcher that died: nobody has asked again
-                    parent = os.getppid()
-                elif since - first > self._apart:
+                at = since if heard else time.monotonic()
+                heard = True
+                if self._repeats.is_another(at):
                     time.sleep(GRACE_SECONDS)
-                    if not self._stopped and self._seen_at < since:
+                    if not self._stopped and self._seen_at < at:
                         _end(min(numbers))
 
 

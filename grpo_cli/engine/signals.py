@@ -1,6 +1,5 @@
 """SIGTERM, Ctrl-C and a closed terminal: stop at once where nothing can be lost, and as soon as possible elsewhere."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-from grpo_cli.engine.signal_watch import SignalWatch
+from grpo_cli.engine.signal_watch import Repeats, SignalWatch
 from grpo_cli.errors import Interrupted
 
 PASSED_ON_SECONDS = 5.0
@@ -35,10 +34,9 @@ class StopSignals:
     def __init__(self, *, passed_on: bool = False) -> None:
         self.received: int | None = None
         self._apart = PASSED_ON_SECONDS if passed_on else REPEATED_SECONDS
-        self._since = 0.0
+        self._repeats = Repeats(apart=self._apart)
         self._interruptible = False
         self._previous: dict[int, object] = {}
-        self._parent = os.getppid()
         self._watch: SignalWatch | None = None
 
     def __enter__(self) -> Self:
@@ -64,20 +62,13 @@ class StopSignals:
         del frame
         if self._watch is not None:
             self._watch.see()
-        if self.received is not None:
-            self._receive_again(number)
-            return
-        self.received, self._parent = number, os.getppid()
-        self._since = time.monotonic()
-        if self._interruptible:
-            raise Interrupted(number)
-
-    def _receive_again(self, number: int) -> None:
-        if os.getppid() != self._parent:  # the kernel tells of a launcher that died: nobody has asked again
-            self._parent = os.getppid()
-        elif time.monotonic() - self._since > self._apart:
+        if self._repeats.is_another(time.monotonic()):
             self._restore()
             signal.raise_signal(number)
+        elif self.received is None:
+            self.received = number
+            if self._interruptible:
+                raise Interrupted(number)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Encoded images as Pillow opens them, and as the colours that models are shown."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,10 +53,8 @@ def pixels_of(content: bytes) -> int:
     Raises:
         ValueError: If it is none.
     """
-    try:
+    with _explained():
         image = opened(content)
-    except Exception as error:  # as in `decoded`
-        raise ValueError(f"an image cannot be read: {error}") from error
     return image.width * image.height
 
 
@@ -64,7 +64,14 @@ def decoded(content: bytes) -> Image.Image:
     Raises:
         ValueError: If it is none, or is damaged.
     """
-    try:
+    with _explained():
         return as_rgb(ImageOps.exif_transpose(opened(content)))
-    except Exception as error:  # what decoders meet in damaged files is of many kinds
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Make one kind of error of what decoders meet in damaged files, which is of many."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(f"an image cannot be read: {error}") from error

@@ -98,14 +98,7 @@ def test_logps_after_images_are_the_trainers_before_and_after_the_tower_was_trai
     assert [[one.ids for one in group.completions] for group in again] == [
         [one.ids for one in group.completions] for group in groups
     ]
-    before = [it.plain_logps(number, group.completions[0]) for number, group in enumerate(groups)]
-    with torch.no_grad():
-        for name, parameter in it.model.named_parameters():
-            if "vis" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
-    after = [it.plain_logps(number, group.completions[0]) for number, group in enumerate(groups)]
-    assert torch.equal(before[0], after[0])
-    assert all((old - new).abs().max() > 0.01 for old, new in zip(before[1:], after[1:], strict=True))
+    it.move_tower(groups)
     assert_true(it, sampled(it, engine, 3))  # of the same images, which vLLM has encoded before
 
 
