@@ -25,15 +25,16 @@ def engine_parameters(fields: Mapping[str, Any]) -> Any:
     Raises:
         Exception: Whatever msgspec and vLLM raise for values of wrong types or out of bounds.
     """
-    if not _LEAST_SEED <= fields["seed"] <= _MOST_SEED:
-        raise ValueError(f"seed: found {fields['seed']}; allowed: what has 64 bits with its sign")
     known = {name: value for name, value in fields.items() if name in _FIELDS}
     if structured := fields.get("structured_outputs"):
         known["structured_outputs"] = {"regex": structured["regex"]}
     own = {
         "logprobs": 0,
-        "detokenize": bool(fields["stop"]),
+        "detokenize": bool(fields.get("stop")),
         "flat_logprobs": True,
         "output_kind": RequestOutputKind.FINAL_ONLY.value,
     }
-    return msgspec.convert({**known, **own}, SamplingParams, str_keys=True)
+    parameters = msgspec.convert({**known, **own}, SamplingParams, str_keys=True)
+    if parameters.seed is not None and not _LEAST_SEED <= parameters.seed <= _MOST_SEED:
+        raise ValueError(f"seed: found {parameters.seed}; allowed: what has 64 bits with its sign")
+    return parameters
