@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.equivalence import VERIFIER
+from rewards.independence import independent
 from rewards.text import Completion, text_of
 
 _REMOVED = re.compile(r"\\[!,;: ]|\\(?:left|right)(?![A-Za-z])|[\s$~]")
@@ -14,6 +15,7 @@ _CHOICE = re.compile(r"\(?([A-Z])(?:[).:]+(?:\s.*)?)?", re.DOTALL)
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
+@independent
 def boxed(completions: Sequence[Completion], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
     r"""Compare the last `\boxed{...}` with the ground truth, as text.
 
@@ -30,6 +32,7 @@ def boxed(completions: Sequence[Completion], ground_truth: Sequence[Any], **_: A
     ]
 
 
+@independent
 def math(
     completions: Sequence[Completion],
     ground_truth: Sequence[Any] | None = None,
@@ -57,6 +60,7 @@ def math(
     )
 
 
+@independent
 def tagged(
     completions: Sequence[Completion],
     ground_truth: Sequence[Any] | None = None,

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 from rewards.accuracy import boxed
 from rewards.accuracy import math as maths
+from rewards.independence import independent
 from rewards.text import Completion
 
 
+@independent
 def cosine_scaled(
     completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]],

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rewards.independence import independent
 from rewards.text import Completion, text_of
 
 _TAG = r"</?(?:think|answer)>"
@@ -11,6 +12,7 @@ _INSIDE = rf"(?:(?!{_TAG}).)*"
 _THINK_ANSWER = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*", re.DOTALL)
 
 
+@independent
 def think_answer(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Reward `<think>...</think><answer>...</answer>` and nothing else; whitespace between the parts is free.
 
@@ -22,6 +24,7 @@ def think_answer(completions: Sequence[Completion], **_: Any) -> list[float]:
     return [float(_THINK_ANSWER.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
+@independent
 def think(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Reward reasoning inside `<think>...</think>`, followed by free text.
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rewards.independence import independent
 from rewards.text import Completion, text_of
 
 
+@independent
 def num_characters(completions: Sequence[Completion], *, scale: float = 1.0, **_: Any) -> list[float]:
     """Reward long completions: `characters / scale`; a negative scale rewards short ones.
 
@@ -14,6 +16,7 @@ def num_characters(completions: Sequence[Completion], *, scale: float = 1.0, **_
     return [len(text_of(completion)) / scale for completion in completions]
 
 
+@independent
 def num_tokens(completion_ids: Sequence[Sequence[int]], *, scale: float = 1.0, **_: Any) -> list[float]:
     """Reward long completions: `tokens / scale`, the stop token included; a negative scale rewards short ones.
 
@@ -22,6 +25,7 @@ def num_tokens(completion_ids: Sequence[Sequence[int]], *, scale: float = 1.0, *
     return [len(ids) / scale for ids in completion_ids]
 
 
+@independent
 def close_to_characters(
     completions: Sequence[Completion], *, target: float = 20, scale: float = 1.0, **_: Any
 ) -> list[float]:
@@ -32,6 +36,7 @@ def close_to_characters(
     return [-abs(target - len(text_of(completion))) / scale for completion in completions]
 
 
+@independent
 def close_to_tokens(
     completion_ids: Sequence[Sequence[int]], *, target: float = 20, scale: float = 1.0, **_: Any
 ) -> list[float]:

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rewards.independence import independent
 
+
+@independent
 def soft_overlong_punishment(
     completion_ids: Sequence[Sequence[int]], *, max_completion_length: int, soft_punish_cache: int, **_: Any
 ) -> list[float]:

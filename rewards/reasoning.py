@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rewards.accuracy import last_boxed
 from rewards.answering import AnsweringProcess
+from rewards.independence import independent
 from rewards.text import Completion, text_of
 
 Extraction = Literal["tags", "boxed", "number", "text"]
@@ -31,6 +32,7 @@ _NUMBER = re.compile(r"(?<!\w)-?\d+(?:,\d{3})*(?:\.\d+)?")
 _SCORERS = AnsweringProcess("reasoning_process.py", needs="reasoning-gym")
 
 
+@independent
 def correct(
     completions: Sequence[Completion],
     entry: Sequence[str | None],
@@ -62,6 +64,7 @@ def correct(
     return [None if each is None else float(each >= 1) for each in scores]
 
 
+@independent
 def score(
     completions: Sequence[Completion],
     entry: Sequence[str | None],

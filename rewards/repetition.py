@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rewards.independence import independent
 
+
+@independent
 def repetition_penalty(
     completion_ids: Sequence[Sequence[int]], *, ngram_size: int = 3, max_penalty: float = -1.0, **_: Any
 ) -> list[float]:

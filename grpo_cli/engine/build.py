@@ -7,7 +7,6 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from grpo_cli.engine.health import RunHealth
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.optimizer import build_optimizer, build_schedule
 from grpo_cli.engine.recent_rewards import RewardMemory
+from grpo_cli.engine.recording import Recording
 from grpo_cli.engine.rewarding import RewardedByEach, RewardedByMain, Rewarding
 from grpo_cli.engine.rollouts import open_rollouts
 from grpo_cli.engine.settings import objective_settings
+from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.stages import Stages
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.errors import CheckpointError
@@ -42,7 +43,7 @@ from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceMode
 from grpo_cli.policy.router import router_coefficient
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.sharding import whole_bytes, whole_shape
-from grpo_cli.telemetry.recorder import Recorder, is_recorded
+from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
 
 
@@ -232,10 +233,13 @@ def _image_tokens(inputs: Inputs, policy: PolicyModel) -> int | None:
 def _build_rewarding(inputs: Inputs) -> Rewarding:
     """Choose who scores."""
     scorer, processes, division, grpo = inputs.scorer, inputs.processes, inputs.division, inputs.recipe.grpo
-    if not inputs.recipe.rewards.spread:
-        return RewardedByMain(scorer=scorer, processes=processes, division=division)
-    records = partial(is_recorded, inputs.recipe.logging, grpo.steps_per_generation * grpo.num_iterations)
-    return RewardedByEach(scorer=scorer, processes=processes, division=division, records=records)
+    recording = Recording(
+        settings=inputs.recipe.logging,
+        steps_per_window=grpo.steps_per_generation * grpo.num_iterations,
+        num_generations=grpo.num_generations,
+    )
+    kind = RewardedByMain if processes.count == 1 or isinstance(scorer, SharedScorer) else RewardedByEach
+    return kind(scorer=scorer, processes=processes, division=division, recording=recording.places)
 
 
 def _reference_model(inputs: Inputs, model: Any) -> Any:

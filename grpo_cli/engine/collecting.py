@@ -41,21 +41,50 @@ def collected(groups: Sequence[Group], prompts: Sequence[Prompt], processes: Pro
 
 
 def collected_scores(
-    scored: Sequence[ScoredGroup], prompts: Sequence[Prompt], processes: Processes
+    scored: Sequence[ScoredGroup], prompts: Sequence[Prompt], holders: range, processes: Processes
 ) -> list[ScoredGroup]:
-    """Bring the scored groups of all processes to the main one; see `collected`."""
-    if processes.count == 1:
-        return list(scored)
+    """Bring scored groups of some processes to the main one; see `collected`.
+
+    Args:
+        scored: What this process has of them.
+        prompts: In the main process, of all of them, by rank.
+        holders: Ranks of those processes.
+        processes: The processes of this run.
+    """
     if not processes.is_main:
-        processes.to_main(_scores_message(scored))
+        brought(scores_message(scored) if processes.rank in holders else b"", holders, processes)
         return []
     remaining = iter(prompts[len(scored) :])
-    return [*scored, *(one for told in processes.to_main(b"")[1:] for one in _scores_of(told, remaining))]
+    return [*scored, *(one for told in brought(b"", holders, processes)[1:] for one in _scores_of(told, remaining))]
+
+
+def brought(message: bytes, holders: range, processes: Processes) -> list[bytes]:
+    """Give the main process the messages of some, by rank; the others get nothing.
+
+    Args:
+        message: Of this process; it does not travel if this is none of them.
+        holders: Their ranks: the first ones, or none.
+        processes: The processes of this run.
+    """
+    told = {0: message} if processes.rank in holders else {}
+    return list(processes.send(told, sources=holders if processes.is_main else ()).values())
 
 
 def groups_message(groups: Sequence[Group]) -> bytes:
     """Write all of groups but their prompts."""
     return packed(*_completions(groups))
+
+
+def scores_message(scored: Sequence[ScoredGroup]) -> bytes:
+    """Write all of scored groups but their prompts."""
+    tensors, told = _completions([one.group for one in scored])
+    rewards = torch.cat([one.rewards for one in scored]) if scored else torch.empty(0)
+    more = {
+        "dropped": [one.dropped for one in scored],
+        "failed": [list(one.failed) for one in scored],
+        "extras": [{name: list(map(_sendable, values)) for name, values in one.extras.items()} for one in scored],
+    }
+    return packed({**tensors, "rewards": rewards}, {**told, **more})
 
 
 def groups_of(message: bytes, prompts: Iterator[Prompt]) -> list[Group]:
@@ -117,17 +146,6 @@ def _groups(tensors: dict[str, Tensor], told: dict[str, Any], prompts: Iterator[
 def prompt_checksum(prompt: Prompt) -> int:
     """Tell prompts apart, by what is sampled from."""
     return crc32(repr((prompt.uid, prompt.ids, *map(crc32, prompt.images))).encode())
-
-
-def _scores_message(scored: Sequence[ScoredGroup]) -> bytes:
-    tensors, told = _completions([one.group for one in scored])
-    rewards = torch.cat([one.rewards for one in scored]) if scored else torch.empty(0)
-    more = {
-        "dropped": [one.dropped for one in scored],
-        "failed": [list(one.failed) for one in scored],
-        "extras": [{name: list(map(_sendable, values)) for name, values in one.extras.items()} for one in scored],
-    }
-    return packed({**tensors, "rewards": rewards}, {**told, **more})
 
 
 def _scores_of(message: bytes, prompts: Iterator[Prompt]) -> Iterable[ScoredGroup]:

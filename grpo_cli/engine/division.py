@@ -1,5 +1,6 @@
 """Who samples what: prompts in their order, cut into blocks of neighbours, one for each process."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from grpo_cli.errors import TrainingError
@@ -40,6 +41,12 @@ class Division:
     def everyones(self, count: int) -> list[range]:
         """Give what each process keeps, by rank."""
         return [replace(self, rank=rank).kept(count) for rank in range(self.processes)]
+
+    def holders(self, first: range, count: int) -> range:
+        """Give the ranks that have some of the first prompts, where all have equally many; among them may be some that have none."""
+        return range(
+            bisect_left(range(self.processes), first.stop, key=lambda rank: _block(count, rank, self.processes).start)
+        )
 
     def even(self, count: int) -> range:
         """Give this process's part where all have equally many, as far as that goes."""

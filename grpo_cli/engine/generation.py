@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
-from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.handing_out import handed_out
 from grpo_cli.engine.health import Signs
+from grpo_cli.engine.randomness import begin_anew
+from grpo_cli.engine.recording import recorded_rollouts
 from grpo_cli.engine.rewarding import Drawn, Rewarded
 from grpo_cli.engine.rewards import failed_too_often, failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
@@ -31,7 +32,7 @@ class Generation:
 
     Attributes:
         window: This process's share of the training groups, by optimizer step.
-        rollouts: All groups, in the main process if it records them.
+        rollouts: The groups that are recorded, in the main process.
         metrics: Lengths, rewards, and whatever the reward functions logged.
         prompts: That were completed, by all processes.
         tokens: Prompt and completion tokens of all sequences.
@@ -68,12 +69,14 @@ def trainer_state(stages: Stages, settings: LoopSettings, state: RunState) -> Tr
 def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clock) -> Generation:
     """Draw prompts, complete and score them, and compute everything that is fixed for the window.
 
-    Of all this a process has its part, besides some numbers; only what the main one needs to score or record all comes together there.
+    Of all this a process has its part, besides some numbers; only what the main one scores or records comes together there.
 
     Raises:
         DataError: If a row cannot be read.
         TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
+    if not stages.processes.is_main:
+        begin_anew(settings.seed, rank=stages.processes.rank, step=state.step)
     drawn = _draw(stages, prompts_to_draw(state, settings), state.step)
     version = PolicyVersion(state.step)
     now = trainer_state(stages, settings, state)
@@ -200,16 +203,6 @@ def _observe(stages: Stages, rewarded: Rewarded) -> None:
     ).tolist()
     for warning in stages.health.observe(Signs(truncated=not truncated, unscored=not unscored, equal=not equal)):
         stages.recorder.warn(warning.key, warning.message)
-
-
-def recorded_rollouts(rewarded: Rewarded, own: Sequence[Tensor], processes: Processes) -> Rollouts:
-    """Put the advantages of all completions beside their groups, in the main process if it records them."""
-    if not rewarded.recorded:
-        return Rollouts(scored=(), advantages=())
-    told = processes.to_main(torch.cat([torch.empty(0), *own]).numpy().tobytes())
-    sizes = [len(one.rewards) for one in rewarded.everyones]
-    values = torch.frombuffer(bytearray(b"".join(told)), dtype=torch.float32) if any(told) else torch.empty(0)
-    return Rollouts(scored=rewarded.everyones, advantages=torch.split(values, sizes) if sizes else ())
 
 
 def _with_logps(stages: Stages, settings: LoopSettings, window: RolloutWindow) -> RolloutWindow:

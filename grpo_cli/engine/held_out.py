@@ -150,7 +150,7 @@ def load_scorers(loaded: LoadedRecipe, processes: Processes, scorer: Scorer | No
         ModelError: As `load_scorer` does.
     """
     rewards = replace(loaded.recipe.rewards, spread=False)
-    if shares_limits(loaded.recipe.rewards, processes):
+    if scorer is not None and shares_limits(loaded.recipe.rewards, scorer, processes):
         scorer = None
     scorers: list[Scorer] = []
     for task in evaluation_tasks(loaded.recipe):

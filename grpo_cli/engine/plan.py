@@ -7,6 +7,7 @@ from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.memory import MemoryEstimate, estimate_memory
 from grpo_cli.engine.rollouts import dtype_name
+from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.addresses import server_addresses
@@ -37,6 +38,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
         dataset=recipe.dataset.name,
         rows=rows,
         rewards=dict(zip(stages.scorer.names, stages.advantage_settings.weights, strict=True)),
+        spreads_rewards=not isinstance(stages.scorer, SharedScorer),
         loss_type=recipe.grpo.loss_type,
         prompts_per_step=recipe.train.prompts_per_step,
         num_generations=recipe.grpo.num_generations,

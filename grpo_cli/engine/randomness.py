@@ -68,3 +68,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  the global one is meant
     torch.manual_seed(seed)
+
+
+def begin_anew(seed: int, *, rank: int, step: int) -> None:
+    """Seed the global generators of a process for what it does from an optimizer step on.
+
+    Checkpoints hold those of the main process; the others need not have theirs to go on from one as they would have.
+    """
+    seed_everything(int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0]))

@@ -1,7 +1,7 @@
 """Rewards of a generation, in one process or many: the main one scores everything, or each one what it sampled."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -45,14 +45,24 @@ class Rewarded:
     Attributes:
         places: Of the groups that this process has, among all.
         own: Their rewards; metrics are those of the calls that this process made, and problems those of all, in the main process.
-        recorded: Whether the main process records all groups.
-        everyones: Their rewards, if it does and this is the main process; nothing otherwise.
+        recorded_here: How many of them, the first ones, the main process records.
+        holders: Ranks of the processes that have some that it records.
+        recorded: All that it records, in the main process.
     """
 
     places: range
     own: Scores
-    recorded: bool
-    everyones: Sequence[ScoredGroup]
+    recorded_here: int
+    holders: range
+    recorded: Sequence[ScoredGroup]
+
+
+class RecordedPlaces(Protocol):
+    """Says what is recorded; see `Recording`."""
+
+    def __call__(self, count: int, *, step: int) -> range:
+        """Give the places of those groups, of so many, of a generation after so many optimizer steps."""
+        ...
 
 
 class Rewarding(Protocol):
@@ -83,11 +93,13 @@ class RewardedByMain:
         scorer: Its rewards.
         processes: The processes of this run.
         division: Who samples what.
+        recording: What is recorded.
     """
 
     scorer: Scorer
     processes: Processes
     division: Division
+    recording: RecordedPlaces
 
     def wanted(self, count: int, *, step: int) -> Sequence[int]:  # noqa: ARG002  the main process always scores
         """See `Rewarding`."""
@@ -100,20 +112,32 @@ class RewardedByMain:
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`."""
         places, names = self.division.kept(drawn.count), self.scorer.names
+        recorded = self.recording(drawn.count, step=trainer_state.global_step)
+        holders = (
+            range(min(1, len(recorded))) if self.division.main_only else self.division.holders(recorded, drawn.count)
+        )
+        here = _first(places, recorded)
         # Where the main process has everything, nobody waits for rewards.
         told = self.processes.count > 1 and not self.division.main_only
         if not self.processes.is_main:
             collected(groups, (), self.processes)
             numbers = self.processes.row_from_main(None, self.processes.most(0)) if told else torch.empty(0)
             scored = _with_rewards(groups, numbers, names)
-            return Rewarded(places=places, own=Scores(groups=scored, metrics={}), everyones=(), recorded=True)
+            own = Scores(groups=scored, metrics={})
+            return Rewarded(places=places, own=own, recorded_here=here, holders=holders, recorded=())
         scores = self.scorer.score(collected(groups, drawn.at(range(drawn.count)), self.processes), trainer_state)
         check_logged(scores.logged)
         if told:
             rows = rewards_rows(scores.groups, names, [len(places) for places in self.division.everyones(drawn.count)])
             self.processes.row_from_main(rows, self.processes.most(rows.shape[1]))
         own = replace(scores, groups=scores.groups[places.start : places.stop])
-        return Rewarded(places=places, own=own, everyones=scores.groups, recorded=True)
+        written = scores.groups[: len(recorded)]
+        return Rewarded(places=places, own=own, recorded_here=here, holders=holders, recorded=written)
+
+
+def _first(places: range, recorded: range) -> int:
+    """Count the groups that a process has among those that are recorded: the first of all."""
+    return len(range(places.start, min(places.stop, recorded.stop)))
 
 
 def rewards_rows(scored: Sequence[ScoredGroup], names: Sequence[str], counts: Sequence[int]) -> Tensor:
@@ -160,19 +184,18 @@ class RewardedByEach:
         scorer: This process's rewards.
         processes: The processes of this run.
         division: Who samples what.
-        records: Tells, from the optimizer steps that are done, whether the main process records the completions that come now.
+        recording: What is recorded.
     """
 
     scorer: Scorer
     processes: Processes
     division: Division
-    records: Callable[[int], bool]
+    recording: RecordedPlaces
 
     def wanted(self, count: int, *, step: int) -> Sequence[int]:
         """See `Rewarding`."""
-        if self.processes.is_main and self.records(step):
-            return range(count)
-        return sorted({*self.division.asked(count), *self.division.even(count)})
+        recorded = self.recording(count, step=step) if self.processes.is_main else range(0)
+        return sorted({*recorded, *self.division.asked(count), *self.division.even(count)})
 
     def early(self, count: int) -> range:
         """See `Rewarding`."""
@@ -190,13 +213,12 @@ class RewardedByEach:
         except RewardError as error:
             failure = error
         self.processes.raise_together(failure, RewardError)
-        everyones: Sequence[ScoredGroup] = ()
-        recorded = self.records(trainer_state.global_step)
-        if recorded:
-            prompts = drawn.at(range(drawn.count)) if self.processes.is_main else ()
-            everyones = collected_scores(scores.groups, prompts, self.processes)
+        recorded = self.recording(drawn.count, step=trainer_state.global_step)
+        holders, here = self.division.holders(recorded, drawn.count), _first(places, recorded)
+        prompts = drawn.at(recorded) if self.processes.is_main else ()
+        everyones = collected_scores(scores.groups[:here], prompts, holders, self.processes)
         own = replace(scores, problems=self._everyones_problems(scores.problems))
-        return Rewarded(places=places, own=own, recorded=recorded, everyones=everyones)
+        return Rewarded(places=places, own=own, recorded_here=here, holders=holders, recorded=everyones)
 
     def _handed_out(self, groups: Sequence[Group], drawn: Drawn, places: range) -> list[Group]:
         """Get this process's part of what the main one has."""

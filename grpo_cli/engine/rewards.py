@@ -1,7 +1,6 @@
 """The rewards that a recipe names: loaded, and what failed of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
@@ -9,13 +8,13 @@ from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Metrics, Sum
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import RewardsSection
-from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.functions import load_rewards, look_at_prompts_alone
 from grpo_cli.scoring.reward import Reward, has_state
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 
 
 def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Processes) -> Scorer:
-    """Load reward functions: in the main process alone, or with `rewards.spread` in each; all processes come here.
+    """Load reward functions: in the main process alone, or where they are spread in each; all processes come here.
 
     Args:
         section: Names them: the run's, or that of a dataset of its evaluation.
@@ -27,33 +26,39 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
             have another of.
         ModelError: There, if a reward model does not load.
     """
-    scorer = None
-    if shares_limits(section, processes):
-        section = _shared_limits(section, processes.count)
-    if processes.is_main or section.spread:
-        trusts = loaded.recipe.model.trust_remote_code
-        rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
+    scorer, spread = None, _is_spread(section, loaded, processes)
+    if processes.is_main or spread:
+        rewards = load_rewards(
+            section,
+            folder=loaded.folder,
+            device=processes.device,
+            trust_remote_code=loaded.recipe.model.trust_remote_code,
+            sharing=processes.count if spread else 1,
+        )
         scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
-        if section.spread:
+        if spread:
             _refuse_states(rewards, scorer)
-    return (
-        scorer if scorer is not None and (section.spread or processes.count == 1) else SharedScorer(scorer, processes)
-    )
+    return scorer if scorer is not None and (spread or processes.count == 1) else SharedScorer(scorer, processes)
 
 
-def shares_limits(section: RewardsSection, processes: Processes) -> bool:
-    """Tell whether processes have to share what a recipe allows of calls in a minute."""
-    limited = any(entry.calls_per_minute is not None for entry in section.reward_funcs)
-    return section.spread and processes.count > 1 and limited
+def _is_spread(section: RewardsSection, loaded: LoadedRecipe, processes: Processes) -> bool:
+    """Tell whether each process is to call the functions; the main one looks at them if the recipe leaves that open.
+
+    Raises:
+        RecipeError: There, if one cannot be imported.
+    """
+    if section.spread is not None:
+        return section.spread
+    if processes.count == 1:
+        return False
+    alone = processes.is_main and look_at_prompts_alone(section, folder=loaded.folder)
+    return bool(processes.most(int(alone)))
 
 
-def _shared_limits(section: RewardsSection, processes: int) -> RewardsSection:
-    """Let the calls of all processes together be no more in a minute than the recipe allows, but for the first of each after a pause."""
-    entries = [
-        entry if entry.calls_per_minute is None else replace(entry, calls_per_minute=entry.calls_per_minute / processes)
-        for entry in section.reward_funcs
-    ]
-    return replace(section, reward_funcs=entries)
+def shares_limits(section: RewardsSection, scorer: Scorer, processes: Processes) -> bool:
+    """Tell whether a scorer keeps to less than the recipe's limits of calls, since those of other processes call, too."""
+    limited = any(entry.calls_per_minute is not None or entry.concurrency > 1 for entry in section.reward_funcs)
+    return limited and processes.count > 1 and not isinstance(scorer, SharedScorer)
 
 
 def _refuse_states(rewards: Sequence[Reward], scorer: RewardScorer) -> None:

@@ -111,6 +111,19 @@ def expression_is_unknown_to_the_trainer(recipe: Recipe) -> Iterable[Finding]:
     )
 
 
+def some_completions_are_not_written(recipe: Recipe) -> Iterable[Finding]:
+    """Whoever reads completion files should know that they are a part."""
+    logging, most = recipe.logging, recipe.logging.num_completions_to_log
+    sampled = recipe.train.prompts_per_step * recipe.grpo.steps_per_generation * recipe.grpo.num_generations
+    if not logging.log_completions or most is None or sampled <= most:
+        return
+    yield Finding(
+        keys=("logging.num_completions_to_log",),
+        message=f"found {most}; {sampled:,} completions are sampled at once, of which those of the first prompts are written",
+        hint="null writes all, logging.log_completions: false none",
+    )
+
+
 def _rows(dataset: DatasetSection) -> tuple[object, ...]:
     return (dataset.name, dataset.config, dataset.split, dataset.revision, dataset.arguments)
 
@@ -121,4 +134,5 @@ _LOOKS: tuple[Callable[[Recipe], Iterable[Finding]], ...] = (
     servers_have_a_token,
     engine_limits_itself,
     expression_is_unknown_to_the_trainer,
+    some_completions_are_not_written,
 )

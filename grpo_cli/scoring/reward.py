@@ -48,9 +48,8 @@ class Reward:
 
     @property
     def source(self) -> Any:
-        """The object behind the function, which may have a state: of a partial its function, of a method its owner."""
-        function = unbound(self.function)
-        return function.__self__ if inspect.ismethod(function) else function
+        """The object behind the function; see `owner`."""
+        return owner(self.function)
 
     def check_available(self, available: Iterable[str]) -> None:
         """Check that every required parameter is provided.
@@ -147,9 +146,24 @@ def description_of(source: Any) -> str | None:
 
 def has_state(source: Any) -> bool:
     """Tell whether an object behind a reward has a state that belongs into a checkpoint."""
+    return not isinstance(source, type) and _handles_states(source)
+
+
+def comes_with_state(target: Any) -> bool:
+    """Tell the same of what a recipe names: of a class, whether the object that is made of it has one."""
+    return _handles_states(target) if isinstance(target, type) else has_state(owner(target))
+
+
+def _handles_states(source: Any) -> bool:
     methods = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     # Weights of a module are not JSON, and do not change here.
-    return methods and not isinstance(source, type) and not hasattr(source, "named_parameters")
+    return methods and not hasattr(source, "named_parameters")
+
+
+def owner(function: Callable[..., Any]) -> Any:
+    """Give the object behind a function, which may have a state: of a partial its function, of a method its owner."""
+    function = unbound(function)
+    return function.__self__ if inspect.ismethod(function) else function
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -26,6 +26,7 @@ class RunPlan:
         dataset: Where prompts come from.
         rows: Number of usable rows; None: streaming.
         rewards: Reward names and their weights.
+        spreads_rewards: Whether each process scores what it sampled.
         loss_type: The objective.
         prompts_per_step: Prompts of one optimizer step.
         num_generations: Completions per prompt.
@@ -55,6 +56,7 @@ class RunPlan:
     dataset: str
     rows: int | None
     rewards: Mapping[str, float]
+    spreads_rewards: bool = False
     loss_type: str
     prompts_per_step: int
     num_generations: int
@@ -87,7 +89,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         ("model", _model(plan)),
         *([] if plan.engine is None else [("engine", plan.engine)]),
         ("data", f"{plan.dataset}, {'streaming' if plan.rows is None else f'{plan.rows:,} rows'}"),
-        ("rewards", ", ".join(f"{name} x {short(weight)}" for name, weight in plan.rewards.items())),
+        ("rewards", _rewards(plan)),
         ("step", _step(plan)),
         ("run", _run(plan)),
         ("tokens", _tokens(plan)),
@@ -102,6 +104,15 @@ def _model(plan: RunPlan) -> str:
         count += f" ({magnitude(plan.trained_parameters)} trained)"
     where = f"{plan.device} in {plan.processes} processes" if plan.processes > 1 else plan.device
     return f"{plan.model}, {count}, {plan.dtype} on {where}"
+
+
+def _rewards(plan: RunPlan) -> str:
+    text = ", ".join(f"{name} x {short(weight)}" for name, weight in plan.rewards.items())
+    if plan.processes == 1:
+        return text
+    return text + (
+        "; each process scores what it sampled" if plan.spreads_rewards else "; the first process scores everything"
+    )
 
 
 def _step(plan: RunPlan) -> str:

@@ -33,8 +33,8 @@ from rich.console import Console
 
 from bench.compare import processor
 from bench.measure import resident_bytes
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES
-from bench.scale_report import exchanges_table, main_table, prompts_table, ranks_table, spread_table
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, REWARDED_STAGES, SCORING_STAGES
+from bench.scale_report import exchanges_table, main_table, prompts_table, ranks_table, scoring_table
 from bench.scale_step import (
     COMPLETION_TOKENS,
     NUM_GENERATIONS,
@@ -42,7 +42,7 @@ from bench.scale_step import (
     prompt_builder,
     prompt_rows,
 )
-from bench.scale_worker import SPREAD, timed
+from bench.scale_worker import timed
 from bench.worker import Worker
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
@@ -76,9 +76,11 @@ def main() -> int:
     prompts, held_bytes = _measure_prompts(arguments.prompts, arguments.repeats)
     console.print(prompts_table(prompts, held_bytes))
     ranks, exchanges = _measure_ranks(arguments.ranks, arguments.repeats)
-    console.print(ranks_table({name: ranks[name] for name in RANK_STAGES}, {name: ranks[name] for name in RANK_PARTS}))
+    console.print(ranks_table(*({name: ranks[name] for name in names} for names in (RANK_STAGES, RANK_PARTS))))
     console.print(main_table({name: ranks[name] for name in MAIN_STAGES}))
-    console.print(spread_table({name: ranks[SPREAD + name] for name in SPREAD_STAGES}))
+    console.print(
+        scoring_table(*({name: ranks[name] for name in names} for names in (SCORING_STAGES, REWARDED_STAGES)))
+    )
     console.print(exchanges_table(exchanges))
     conditions = _conditions()
     console.print(", ".join(f"{name} {value}" for name, value in conditions.items()), highlight=False, soft_wrap=True)
@@ -118,7 +120,7 @@ def _arguments() -> argparse.Namespace:
 def _measure_ranks(counts: Sequence[int], repeats: int) -> tuple[Times, Exchanges]:
     """Measure every stage with every number of ranks, in turns; and count what a rank exchanges in each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    names = (*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES, *(SPREAD + name for name in SPREAD_STAGES))
+    names = (*RANK_STAGES, *RANK_PARTS, *REWARDED_STAGES, *MAIN_STAGES, *SCORING_STAGES)
     times: Times = {name: {count: [] for count in counts} for name in names}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))

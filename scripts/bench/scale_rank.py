@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -23,10 +24,10 @@ from bench.scale_step import (
     made_up_scores,
 )
 from grpo_cli.data.sampler import PromptSampler
-from grpo_cli.engine.collecting import groups_message
+from grpo_cli.engine.collecting import collected_scores, groups_message, scores_message
 from grpo_cli.engine.division import Division
-from grpo_cli.engine.generation import recorded_rollouts
 from grpo_cli.engine.handing_out import agreed_outline, handed_out
+from grpo_cli.engine.recording import Recording, recorded_rollouts
 from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain, rewards_rows
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.engine.step import GradientPass
@@ -36,6 +37,7 @@ from grpo_cli.metrics import Metrics, merge
 from grpo_cli.objective.advantages import AdvantageSettings, advantages, reward_metrics
 from grpo_cli.objective.loss import ObjectiveSettings
 from grpo_cli.objective.settings import LossType
+from grpo_cli.recipe.schema import LoggingSection
 from grpo_cli.scoring.runtime import Scores
 from grpo_cli.scoring.trainer_state import TrainerState
 from grpo_cli.telemetry.completions import completion_table
@@ -65,6 +67,9 @@ class SimulatedStep:
         self.processes = SimulatedProcesses(rank=0, count=count)
         self.sampler = sampler
         self.prompts = sampler.take(count * prompts_per_rank)
+        self.recording = Recording(settings=LoggingSection(), steps_per_window=1, num_generations=NUM_GENERATIONS)
+        self.recorded = self.recording.places(len(self.prompts), step=0)
+        self.holders = self.division(0).holders(self.recorded, len(self.prompts))
         self.groups = made_up_groups(self.prompts)
         self.scored = made_up_scores(self.groups)
         self._engine = MadeUpEngine({group.prompt.uid: group for group in self.groups})
@@ -113,22 +118,25 @@ class SimulatedStep:
         return lambda: spread.generate(prompts, SAMPLING, num_generations=NUM_GENERATIONS, seed_key=(0, "train", 0))
 
     def get_rewards(self, rank: int) -> Callable[[], object]:
-        """A rank sends what it sampled to the main one, and gets the rewards."""
+        """Where functions see all completions, a rank sends what it sampled to the main one, and gets the rewards."""
         processes = self._processes(rank)
         processes.main_has_for_this(self._rewards[rank])
         rewarding = RewardedByMain(
-            scorer=self._scorer(self.scored_of(rank)), processes=processes, division=self.division(rank)
+            scorer=self._scorer(self.scored_of(rank)),
+            processes=processes,
+            division=self.division(rank),
+            recording=self.recording.places,
         )
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
 
     def score_own(self, rank: int) -> Callable[[], object]:
-        """With `rewards.spread`, and where nothing is recorded, a rank scores what it sampled."""
+        """A rank scores what it sampled; what is recorded of that it sends to the main one."""
         rewarding = RewardedByEach(
             scorer=self._scorer(self.scored_of(rank)),
             processes=self._processes(rank),
             division=self.division(rank),
-            records=lambda _step: False,
+            recording=self.recording.places,
         )
         drawn = Drawn(count=len(self.prompts), prompts={place: self.prompts[place] for place in self.places(rank)})
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
@@ -137,9 +145,7 @@ class SimulatedStep:
         """A rank computes the advantages of what it sampled, and metrics, for which all add up theirs; and sends what is recorded."""
         processes, scored = self._processes(rank), self.scored_of(rank)
         processes.others_are_silent(times=2)
-        rewarded = Rewarded(
-            places=self.places(rank), own=Scores(groups=tuple(scored), metrics={}), recorded=rank > 0, everyones=()
-        )
+        rewarded = self._rewarded(rank, ())
 
         def call() -> object:
             rewards = [one.rewards for one in scored]
@@ -183,15 +189,24 @@ class SimulatedStep:
         return partial(processes.merge, metrics)
 
     def draw_all_prompts(self) -> Callable[[], object]:
-        """The main rank builds all prompts, to score and record what was made of them."""
+        """The main rank builds all prompts, to score what was made of them."""
         return partial(self.sampler.take, len(self.prompts))
 
+    def draw_recorded_prompts(self) -> Callable[[], object]:
+        """The main rank builds the prompts whose completions are recorded."""
+        return partial(self.sampler.take, len(self.prompts), self.recorded)
+
     def score_all(self) -> Callable[[], object]:
-        """The main rank gets all completions, scores them, and tells the rewards."""
+        """Where functions see all completions, the main rank gets them, scores them, and tells the rewards."""
         processes = self._processes(0)
         if self.count > 1:
             processes.others_send(dict(enumerate(self._completions)))
-        rewarding = RewardedByMain(scorer=self._scorer(self.scored), processes=processes, division=self.division(0))
+        rewarding = RewardedByMain(
+            scorer=self._scorer(self.scored),
+            processes=processes,
+            division=self.division(0),
+            recording=self.recording.places,
+        )
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
         return partial(rewarding.score, self.groups_of(0), drawn, NOW)
 
@@ -203,20 +218,33 @@ class SimulatedStep:
         self._let_know(processes)
         return partial(agreed_outline, self.held(0), gradient_pass(processes))
 
-    def record_all(self) -> Callable[[], object]:
-        """The main rank gets all advantages, and makes the table of all completions that it writes."""
+    def record(self) -> Callable[[], pa.Table]:
+        """The main rank gets what is recorded, and makes the table that it writes."""
         processes, values = self._processes(0), advantages([one.rewards for one in self.scored], REWARD_SETTINGS)
-        told = [torch.cat(values[self.places(rank).start : self.places(rank).stop]) for rank in range(self.count)]
-        processes.others_send({rank: one.numpy().tobytes() for rank, one in enumerate(told)})
-        own = Scores(groups=tuple(self.scored_of(0)), metrics={})
-        rewarded = Rewarded(places=self.places(0), own=own, recorded=True, everyones=self.scored)
+        recorded = {rank: self.places(rank)[: self._recorded_here(rank)] for rank in self.holders}
+        for told in (
+            {rank: scores_message(self.scored[own.start : own.stop]) for rank, own in recorded.items()},
+            {rank: torch.cat(values[own.start : own.stop]).numpy().tobytes() for rank, own in recorded.items()},
+        ):
+            if self.count > 1:
+                processes.others_send(told)
+        prompts, here = [self.prompts[place] for place in self.recorded], self._recorded_here(0)
 
-        def call() -> object:
-            recorded = recorded_rollouts(rewarded, values[: len(own.groups)], processes)
-            flat = torch.cat([torch.empty(0), *recorded.advantages]).tolist()
-            return completion_table(recorded.scored, REWARDS, step=0, advantages=flat)
+        def call() -> pa.Table:
+            scored = collected_scores(self.scored[:here], prompts, self.holders, processes)
+            rollouts = recorded_rollouts(self._rewarded(0, scored), values[: len(self.places(0))], processes)
+            flat = torch.cat([torch.empty(0), *rollouts.advantages]).tolist()
+            return completion_table(rollouts.scored, REWARDS, step=0, advantages=flat)
 
         return call
+
+    def _rewarded(self, rank: int, recorded: Sequence[ScoredGroup]) -> Rewarded:
+        own = Scores(groups=tuple(self.scored_of(rank)), metrics={})
+        here = self._recorded_here(rank)
+        return Rewarded(places=self.places(rank), own=own, recorded_here=here, holders=self.holders, recorded=recorded)
+
+    def _recorded_here(self, rank: int) -> int:
+        return len(range(self.places(rank).start, min(self.places(rank).stop, self.recorded.stop)))
 
     def metrics_of(self, rank: int) -> Metrics:
         """Give what it tells of the completions that it trained on; here these are those of its own prompts."""
@@ -258,7 +286,7 @@ class SimulatedStep:
 RANK_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
     "draw prompts": SimulatedStep.draw_prompts,
     "agree on rollouts": SimulatedStep.agree_on_rollouts,
-    "get rewards": SimulatedStep.get_rewards,
+    "score own completions": SimulatedStep.score_own,
     "advantages": SimulatedStep.compute_advantages,
     "hand completions out": SimulatedStep.hand_out,
     "pass for log-probabilities": SimulatedStep.pass_for_logps,
@@ -266,26 +294,28 @@ RANK_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | Non
 }
 """The stages of a step around the model, in their order, for any rank but the main one."""
 
-SPREAD_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
-    "score own completions" if name == "get rewards" else name: (
-        SimulatedStep.score_own if name == "get rewards" else stage
-    )
-    for name, stage in RANK_STAGES.items()
-}
-"""The same for every rank, the main one too, with `rewards.spread` and where nothing is recorded."""
-
 RANK_PARTS: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
     "merge metrics": SimulatedStep.merge_metrics,
 }
 """Parts of the last of them, measured by themselves."""
 
+REWARDED_STAGES: dict[str, Callable[[SimulatedStep, int], Callable[[], object] | None]] = {
+    "get rewards": SimulatedStep.get_rewards,
+}
+"""What any rank does instead of scoring where functions see all completions of a step."""
+
 MAIN_STAGES: dict[str, Callable[[SimulatedStep], Callable[[], object] | None]] = {
+    "draw prompts to record": SimulatedStep.draw_recorded_prompts,
+    "get and record completions": SimulatedStep.record,
+    "cut shares": SimulatedStep.cut_shares,
+}
+"""What the main rank does besides."""
+
+SCORING_STAGES: dict[str, Callable[[SimulatedStep], Callable[[], object] | None]] = {
     "draw all prompts": SimulatedStep.draw_all_prompts,
     "get and score all completions": SimulatedStep.score_all,
-    "cut shares": SimulatedStep.cut_shares,
-    "record all completions": SimulatedStep.record_all,
 }
-"""What the main rank does besides, unless it neither scores nor records what others sampled."""
+"""What it does besides that where functions see all completions of a step."""
 
 
 def gradient_pass(processes: SimulatedProcesses) -> GradientPass:

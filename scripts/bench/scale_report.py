@@ -36,21 +36,22 @@ def main_table(stages: Seconds) -> Table:
     """Draw the table of what the main rank does besides, in the same way."""
     table = _table(
         "What the main rank does besides, ms a step",
-        "Where it scores and records all completions. With `rewards.spread`, if completions are not recorded, it cuts shares only.",
+        "It writes the completions of the first prompts only (`logging.num_completions_to_log`), and none where `logging.log_completions` "
+        "is false; to cut shares it needs some numbers of each.",
         ["stage", *_columns(stages)],
     )
     _add_stages(table, stages, {})
     return table
 
 
-def spread_table(stages: Seconds) -> Table:
-    """Draw the table of the main rank where every rank scores and nothing is recorded."""
+def scoring_table(stages: Seconds, rewarded: Seconds) -> Table:
+    """Draw the table of what the main rank does besides where reward functions see all completions of a step."""
     table = _table(
-        "The main rank's time, ms a step, with `rewards.spread` where completions are not recorded",
-        "As for any other rank, but that it cuts the shares.",
+        "What the main rank does besides that, ms a step, where reward functions see all completions",
+        "Without `rewards.spread`. Any other rank gets its rewards from there then, which is the last line.",
         ["stage", *_columns(stages)],
     )
-    _add_stages(table, stages, {})
+    _add_stages(table, stages, {name: medians(measured) for name, measured in rewarded.items()})
     return table
 
 

@@ -8,14 +8,11 @@ from typing import TypeVar
 import torch
 from datasets import disable_progress_bars
 
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES, SimulatedStep
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, REWARDED_STAGES, SCORING_STAGES, SimulatedStep
 from bench.scale_step import PROMPTS_PER_RANK, prompt_builder, prompt_rows
 from bench.worker import serve
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
-
-SPREAD = "spread: "
-"""Before the names of `SPREAD_STAGES`."""
 
 T = TypeVar("T")
 
@@ -52,18 +49,14 @@ class ScaleWorker:
         assert self._step is not None
         step, rank = self._step, self._step.count // 2
         seconds = {}
-        for name, prepare in {**RANK_STAGES, **RANK_PARTS}.items():
+        for name, prepare in {**RANK_STAGES, **RANK_PARTS, **REWARDED_STAGES}.items():
             call = prepare(step, rank)
             if call is not None:
                 seconds[name], _ = timed(call)
-        for name, prepare_main in MAIN_STAGES.items():
+        for name, prepare_main in {**MAIN_STAGES, **SCORING_STAGES}.items():
             call = prepare_main(step)
             if call is not None:
                 seconds[name], _ = timed(call)
-        for name, prepare in SPREAD_STAGES.items():
-            call = prepare(step, 0)
-            if call is not None:
-                seconds[SPREAD + name], _ = timed(call)
         return seconds
 
     def exchanges(self) -> dict[str, tuple[int, int]]:

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import scale_compare
-from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, SPREAD_STAGES, SimulatedStep
+from bench.scale_rank import MAIN_STAGES, RANK_PARTS, RANK_STAGES, REWARDED_STAGES, SCORING_STAGES, SimulatedStep
 from bench.scale_report import TOTAL, main_table, prompts_table, ranks_table
 from bench.scale_step import DISTINCT_PROMPTS, PROMPTS_PER_RANK, prompt_builder, prompt_rows
-from bench.scale_worker import SPREAD
 from grpo_cli.data.preflight import preflight
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.engine.collecting import groups_message
@@ -65,10 +64,10 @@ def test_every_stage_is_measured_with_every_number_of_ranks_and_prompts(
     assert scale_compare.main() == 0
     measured = json.loads(record.read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
-    spread = (SPREAD + name for name in SPREAD_STAGES)
-    assert list(measured["ranks"]) == [*RANK_STAGES, *RANK_PARTS, *MAIN_STAGES, *spread]
+    stages = (RANK_STAGES, RANK_PARTS, REWARDED_STAGES, MAIN_STAGES, SCORING_STAGES)
+    assert list(measured["ranks"]) == [name for each in stages for name in each]
     for name, times in measured["ranks"].items():
-        assert name.removeprefix(SPREAD) in printed
+        assert name in printed
         assert {count: len(each) for count, each in times.items()} == {"1": int(name not in TAKES_SEVERAL), "4": 1}
     assert list(measured["exchanges"]) == [*RANK_STAGES]
     assert {count for told in measured["exchanges"].values() for count in told} == {"1", "4"}
@@ -101,7 +100,7 @@ def test_the_tables_show_medians_and_ratios() -> None:
 def test_the_main_rank_comes_to_have_what_the_others_sampled(step: SimulatedStep) -> None:
     rewarded = step.score_all()()
     assert isinstance(rewarded, Rewarded)
-    gathered = [one.group for one in rewarded.everyones]
+    gathered = [one.group for one in rewarded.recorded]
     assert [one.prompt for one in gathered] == step.prompts
     for mine, made in zip(gathered, step.groups, strict=True):
         assert [(one.ids, one.text) for one in mine.completions] == [(one.ids, one.text) for one in made.completions]
@@ -140,7 +139,7 @@ def test_of_what_others_sampled_a_rank_gets_its_share_and_where_ranks_cut(ranks:
     assert 0 < processes.sent_bytes < 2 * len(groups_message(step.groups_of(ranks // 2)))
 
 
-@pytest.mark.parametrize("stage", ["agree on rollouts", "get rewards", "advantages", "pass for the gradient"])
+@pytest.mark.parametrize("stage", ["agree on rollouts", "score own completions", "advantages", "pass for the gradient"])
 def test_elsewhere_a_rank_gets_as_much_with_any_number_of_ranks(stage: str) -> None:
     found = []
     for ranks in (4, 64):

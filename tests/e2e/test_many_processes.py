@@ -38,7 +38,12 @@ SETTINGS: dict[str, dict[str, object]] = {
     "batch": {"grpo.scale_rewards": "batch", "train.max_grad_norm": 0.01, "grpo.mask_truncated_completions": True},
     "padded": {"model.share_prefix": False},
     "large batches": {"train.micro_batch_tokens": 4096},
-    "one prompt": {"train.prompts_per_step": 1, "grpo.num_generations": 3},
+    # Each process scores its part of it.
+    "one prompt": {
+        "train.prompts_per_step": 1,
+        "grpo.num_generations": 3,
+        "rewards.reward_funcs": "[rewards.length.close_to_characters, rewards.diversity.unique_characters]",
+    },
     "experts": {"grpo.router_aux_loss_coef": 0.1},
     "adapters": {"model.lora.r": 2, "grpo.beta": 0.1, "train.learning_rate": 0.01},
     "adapters and more": {
@@ -150,7 +155,7 @@ def test_three_processes_with_less_work_than_processes_train_as_one(experiment: 
 
 
 def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experiment, warm: WarmStart) -> None:
-    """With a scale and a metric of the whole batch, and columns that the main process writes.
+    """With a scale and a metric of the whole batch, and columns that the main process writes, of the first two prompts.
 
     Of the 4 prompts of a generation one process has 2, so that its metrics have to count twice.
     """
@@ -163,6 +168,7 @@ def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experim
     settings: dict[str, object] = {
         "rewards.spread": True,
         "rewards.reward_funcs": "[my_rewards.few_letters, my_rewards.early, measuring.measuring]",
+        "logging.num_completions_to_log": 4,
         "train.max_steps": 3,
         "train.prompts_per_step": 2,
         "grpo.scale_rewards": "batch",
@@ -178,6 +184,7 @@ def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experim
         assert [(row["answer"], row["prompt"]) for row in found[name]] == [
             (row["answer"], row["prompt"]) for row in rows
         ]
+        assert len(rows) == 6
 
 
 def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experiment, warm: WarmStart) -> None:
@@ -265,11 +272,16 @@ def test_a_resumed_run_is_the_same_also_with_another_number_of_processes(
         return experiment.recipe, {**shared, **places, **more}, resume
 
     begun = str(experiment.output("whole") / "checkpoints" / "step-000003")
-    train_in_forked(warm, 2, [job("whole", None), job("again", begun)])
+    # With a reward that draws from the global generators, of each process.
+    noisy = {"rewards.spread": True, "rewards.reward_funcs": "[my_rewards.noisy]"}
+    begun_noisy = str(experiment.output("noisy") / "checkpoints" / "step-000003")
+    noisy_jobs = [job("noisy", None, **noisy), job("noisy-again", begun_noisy, **noisy)]
+    train_in_forked(warm, 2, [job("whole", None), job("again", begun), *noisy_jobs])
     recipe, changed, _ = job("alone", None)
     run(load_recipe(recipe, overrides(changed)), resume=begun)
     whole, again, alone = (experiment.output(name) for name in ("whole", "again", "alone"))
-    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+    for mine, theirs in ((again, whole), (experiment.output("noisy-again"), experiment.output("noisy"))):
+        assert all(torch.equal(value, weights(mine)[name]) for name, value in weights(theirs).items())
     for name, value in weights(alone).items():
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=2e-5)
 
@@ -297,6 +309,7 @@ def test_one_command_trains_in_two_processes_with_one_voice(experiment: Experime
     run(load_recipe(experiment.recipe, [f"train.output_dir={experiment.output('not-launched')}"]))
     assert_close(launched.output, experiment.output("not-launched"))
     assert output.count(" on cpu in 2 processes") == 1
+    assert output.count("; the first process scores everything") == 1
     assert len(re.findall(r"^step +1/5", output, re.MULTILINE)) == 1
     assert output.count(str(launched.output / "final")) == 1
 

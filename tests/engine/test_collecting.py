@@ -30,7 +30,7 @@ def scored(number: int, *, note: tuple[Any, ...]) -> ScoredGroup:
 def test_logged_values_arrive_as_numbers_or_texts() -> None:
     of_each = [[scored(0, note=(1, 2))], [scored(1, note=(Stock(), torch.tensor(0.5)))]]
     prompts = [one.group.prompt for groups in of_each for one in groups]
-    everyones, nothing = in_threads(2, lambda one: collected_scores(of_each[one.rank], prompts, one))
+    everyones, nothing = in_threads(2, lambda one: collected_scores(of_each[one.rank], prompts, range(2), one))
     expected = [scored(0, note=(1, 2)), scored(1, note=("a stock", 0.5))]
     assert equal(tuple(everyones), tuple(expected))
     assert nothing == []

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scoring.scoring_groups import STATE, group
 
 from grpo_cli.engine.division import Division
-from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByMain
+from grpo_cli.engine.recording import Recording, recorded_rollouts
+from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain
 from grpo_cli.metrics import Metrics, merge, results
 from grpo_cli.objective.advantages import (
     AdvantageSettings,
@@ -21,7 +22,9 @@ from grpo_cli.objective.advantages import (
     advantages,
     reward_metrics,
 )
+from grpo_cli.recipe.schema import LoggingSection
 from grpo_cli.scoring.runtime import Scores
+from grpo_cli.telemetry.records import Rollouts
 from grpo_cli.types import Group, ScoredGroup
 
 NAMES = ("first", "second")
@@ -61,10 +64,15 @@ def test_processes_that_tell_each_other_sums_find_what_one_with_all_groups_finds
     assert list(together.values()) == pytest.approx(list(alone.values()), rel=1e-9, abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.parametrize("most", [None, 1, 6, 100])
+@pytest.mark.parametrize("kind", [RewardedByMain, RewardedByEach])
 @pytest.mark.parametrize("main_only", [False, True])
-def test_every_process_learns_how_its_groups_were_scored(main_only: bool) -> None:
+def test_every_process_learns_how_its_groups_were_scored_and_the_main_one_records_the_first(
+    main_only: bool, kind: type[RewardedByMain | RewardedByEach], most: int | None
+) -> None:
     """Rewards, those that do not apply, groups that were left out, and functions that failed; also where groups are uneven."""
     groups = [group(number, "p", ["a"] * (1 + number % 3)) for number in range(5)]
+    recording = Recording(settings=LoggingSection(num_completions_to_log=most), steps_per_window=1, num_generations=3)
     nan = float("nan")
     made = [
         ScoredGroup(
@@ -81,21 +89,38 @@ def test_every_process_learns_how_its_groups_were_scored(main_only: bool) -> Non
         names = NAMES
 
         def score(self, asked: list[Group], *_: Any) -> Scores:
-            assert [one.prompt.uid for one in asked] == [one.prompt.uid for one in groups]
-            return Scores(
-                groups=tuple(replace(one, group=own) for one, own in zip(made, asked, strict=True)), metrics={}
-            )
+            assert kind is RewardedByEach or [one.prompt.uid for one in asked] == [one.prompt.uid for one in groups]
+            scored = {one.group.prompt.uid: one for one in made}
+            return Scores(groups=tuple(replace(scored[one.prompt.uid], group=one) for one in asked), metrics={})
 
-    def work(processes: ThreadedProcesses) -> Rewarded:
+    def work(processes: ThreadedProcesses) -> tuple[Rewarded, Rollouts]:
         division = Division(rank=processes.rank, processes=3, engines=1 if main_only else 3, main_only=main_only)
         scorer: Any = Scorer()
-        rewarding = RewardedByMain(scorer=scorer, processes=processes, division=division)
+        rewarding = kind(scorer=scorer, processes=processes, division=division, recording=recording.places)
         own = [groups[place] for place in division.kept(len(groups))]
         drawn = Drawn(count=len(groups), prompts={number: one.prompt for number, one in enumerate(groups)})
-        return rewarding.score(own, drawn, STATE)
+        rewarded = rewarding.score(own, drawn, STATE)
+        values = [one.rewards[:, 0] * 10 for one in rewarded.own.groups]
+        return rewarded, recorded_rollouts(rewarded, values, processes)
 
-    told = [one for rewarded in in_threads(3, work) for one in rewarded.own.groups]
+    found = in_threads(3, work)
+    told = [one for rewarded, _ in found for one in rewarded.own.groups]
     assert [one.group.prompt.uid for one in told] == [one.prompt.uid for one in groups]
     for one, other in zip(told, made, strict=True):
         torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=0, equal_nan=True)
         assert (one.dropped, one.failed) == (other.dropped, other.failed)
+    rollouts, *others = (told for _, told in found)
+    expected = made[: {None: 5, 1: 1, 6: 2, 100: 5}[most]]
+    assert [one.group.prompt.uid for one in rollouts.scored] == [one.group.prompt.uid for one in expected]
+    for one, other, values in zip(rollouts.scored, expected, rollouts.advantages, strict=True):
+        torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(values, other.rewards[:, 0] * 10)
+        assert (one.dropped, one.failed) == (other.dropped, other.failed)
+    assert not any(told.scored or told.advantages for told in others)
+
+
+def test_nothing_is_recorded_of_steps_that_show_and_write_nothing() -> None:
+    settings = LoggingSection(log_completions=False, print_completions_steps=2, num_completions_to_log=3)
+    recording = Recording(settings=settings, steps_per_window=1, num_generations=2)
+    assert [len(recording.places(10, step=step)) for step in range(4)] == [0, 2, 0, 2]
+    assert len(recording.places(1, step=1)) == 1

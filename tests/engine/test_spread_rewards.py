@@ -12,8 +12,10 @@ from scoring.scoring_groups import STATE, group
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.held_out import load_scorers
 from grpo_cli.engine.rewards import load_scorer
+from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.load import load_recipe
+from grpo_cli.scoring.runtime import RewardScorer
 
 GROUPS = [group(number, "p", ["a", "b"]) for number in range(4)]
 
@@ -62,6 +64,31 @@ def test_processes_share_the_calls_of_a_minute_and_the_one_that_evaluates_has_th
     of_training, of_evaluation = in_threads(8, seconds)[0]
     assert of_training >= 3 * 0.4 - 0.01
     assert 3 * 0.05 - 0.01 <= of_evaluation < 3 * 0.4
+
+
+@pytest.mark.parametrize(
+    ("functions", "said", "each"),
+    [
+        ("[rewards.length.num_characters, {path: my_rewards.few_letters, per_prompt: true}]", None, True),
+        ("[rewards.length.num_characters, my_rewards.few_letters]", None, False),
+        ("[rewards.length.num_characters, my_rewards.Counting]", None, False),
+        ("[rewards.length.num_characters]", False, False),
+        ("[my_rewards.few_letters]", True, True),
+    ],
+)
+def test_each_process_scores_if_the_recipe_or_all_functions_say_so(
+    recipe: Path, functions: str, said: bool | None, each: bool
+) -> None:
+    spread = "null" if said is None else str(said).lower()
+    loaded = load_recipe(recipe, [f"rewards.reward_funcs={functions}", f"rewards.spread={spread}"])
+
+    def kind(processes: Processes) -> type[Scorer]:
+        scorer = load_scorer(loaded.recipe.rewards, loaded, processes)
+        scorer.close()
+        return type(scorer)
+
+    assert in_threads(2, kind) == [RewardScorer if each else SharedScorer] * 2
+    assert kind(Processes(bf16=False)) is RewardScorer
 
 
 def test_what_was_started_ends_when_a_state_is_refused(recipe: Path) -> None:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,20 +48,53 @@ def test_both_formats_give_the_same_reward(function: Any, columns: dict[str, Any
     assert len(set(standard)) > 1
 
 
-def test_every_shipped_reward_ignores_other_columns_and_says_where_it_comes_from() -> None:
-    functions = [
+def shipped_functions() -> list[Any]:
+    return [
         function
         for module in pkgutil.iter_modules(rewards.__path__)
-        if module.name not in {"text", "answering"} and not module.name.endswith(("equivalence", "_process"))
+        if module.name not in {"text", "answering", "independence"}
+        and not module.name.endswith(("equivalence", "_process"))
         for name, function in inspect.getmembers(importlib.import_module(f"rewards.{module.name}"), inspect.isfunction)
         if function.__module__ == f"rewards.{module.name}" and not name.startswith("_") and name != "last_boxed"
     ]
+
+
+def test_every_shipped_reward_ignores_other_columns_and_says_where_it_comes_from() -> None:
+    functions = shipped_functions()
     assert len(functions) == 15
     for function in [*functions, PassedTests, Judge]:
         called: Any = getattr(function, "__call__") if isinstance(function, type) else function  # noqa: B004, B009
         kinds = [parameter.kind for parameter in inspect.signature(called).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD in kinds, function
         assert "Source:" in (function.__doc__ or ""), function
+
+
+def test_shipped_functions_give_a_completion_the_same_reward_alone_and_among_others() -> None:
+    """All but those that share something between calls say so of themselves, which many processes rely on."""
+    answers = ["2", "2", "7", "b", "2"]
+    columns: dict[str, list[Any]] = {
+        "prompts": ["p", "p", "p", "q", "q"],
+        "completions": TEXTS,
+        "completion_ids": of_length(*map(len, TEXTS)),
+        "ground_truth": answers,
+        "solution": [f"${answer}$" for answer in answers],
+    }
+    bound = {
+        "soft_overlong_punishment": {"max_completion_length": 30, "soft_punish_cache": 10},
+        "cosine_scaled": {"max_completion_length": 30},
+        "repetition_penalty": {"ngram_size": 2},
+    }
+    told = 0
+    for function in shipped_functions():
+        assert vars(function).get("independent") is True, function
+        if function.__module__ == "rewards.reasoning":  # its questions are generated: see test_reasoning.py
+            continue
+        call = partial(function, **bound.get(function.__name__, {}))
+        together = call(**columns)
+        apart = [call(**{name: [values[row]] for name, values in columns.items()})[0] for row in range(len(TEXTS))]
+        assert together == apart, function
+        told += len({repr(one) for one in together}) > 1
+    assert told >= 10
 
 
 def test_text_joins_messages_and_text_parts() -> None:

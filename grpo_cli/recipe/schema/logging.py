@@ -10,7 +10,13 @@ from grpo_cli.recipe.schema.option import option
 class LoggingSection:
     """Console, completion files and trackers. `metrics.jsonl` is always written, one object per step."""
 
-    log_completions: bool = option(True, help="Write every sampled completion with its rewards to parquet.")
+    log_completions: bool = option(True, help="Write sampled completions with their rewards to parquet.")
+    num_completions_to_log: int | None = option(
+        4096,
+        minimum=1,
+        help="Completions that are written of what is sampled at once, if it is more: those of the first prompts, with all of each; null: "
+        "all of them.",
+    )
     print_completions_steps: int = option(
         10, minimum=0, help="Steps between sample completions on the console; 0 shows none."
     )

@@ -57,13 +57,16 @@ class RewardFunction:
         "by themselves. An isolated or `async def` function begins while other prompts are still being completed.",
     )
     concurrency: int = option(
-        1, minimum=1, help="Calls at the same time with `per_prompt`, of an isolated function in as many processes."
+        1,
+        minimum=1,
+        help="Calls at the same time with `per_prompt`, of an isolated function in as many processes. Where rewards are spread that is for "
+        "all processes of the run together, each of which makes at least one.",
     )
     calls_per_minute: float | None = option(
         None,
         above=0,
-        help="Begin no more calls than this in any minute; none: no limit. With `rewards.spread` that is for all processes together, each of "
-        "which may begin one more after a pause.",
+        help="Begin no more calls than this in any minute; none: no limit. Where rewards are spread that is for all processes together, each "
+        "of which may begin one more after a pause.",
     )
     retries: int = option(
         0, minimum=0, help="Times that a call is made again, after a growing pause, before it has failed."
@@ -95,8 +98,9 @@ class RewardsSection:
         help="Stop the run all the same if functions failed on at least this share of the prompts that were completed together; 1: only "
         "if on all of them.",
     )
-    spread: bool = option(
-        False,
+    spread: bool | None = option(
+        None,
         help="With several processes, let each call the functions on the completions that it sampled, instead of the first on all of "
-        "them: for functions that look at one completion or prompt at a time.",
+        "them. Left out: if all look at one prompt at a time, which reward models and those with `per_prompt` do, and what says so of itself "
+        "(`independent = True`), and none has a state.",
     )
