@@ -137,6 +137,18 @@ class SyncReport:
     bytes: int
 
 
+class LoggedColumn(NamedTuple):
+    """A column that a reward function logged.
+
+    Attributes:
+        function: Its name.
+        name: Of the column; another function may have logged one of the same name.
+    """
+
+    function: str
+    name: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredGroup:
     """A group and its rewards.
@@ -144,14 +156,14 @@ class ScoredGroup:
     Attributes:
         group: What was scored.
         rewards: float32 [G, F], CPU. NaN: the function returned None, it did not apply.
-        extras: Columns that reward functions logged with `log_extra`, each of length G.
+        extras: What reward functions logged with `log_extra`, each of length G.
         failed: Names of the functions that failed on this group.
         dropped: True if `rewards.on_error: drop` took this group out of the step (its rewards are all NaN).
     """
 
     group: Group
     rewards: Tensor
-    extras: Mapping[str, tuple[Any, ...]]
+    extras: Mapping[LoggedColumn, tuple[Any, ...]]
     dropped: bool = False
     failed: tuple[str, ...] = ()
 

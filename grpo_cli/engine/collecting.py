@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.messages import packed, unpacked
 from grpo_cli.errors import TrainingError
-from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, ScoredGroup
+from grpo_cli.types import Completion, FinishReason, Group, LoggedColumn, PolicyVersion, Prompt, ScoredGroup
 
 _REASONS = {reason.value: reason for reason in FinishReason}
 """A look-up: calling the enumeration takes several times as long, and there is a call for every completion."""
@@ -82,7 +82,7 @@ def scores_message(scored: Sequence[ScoredGroup]) -> bytes:
     more = {
         "dropped": [one.dropped for one in scored],
         "failed": [list(one.failed) for one in scored],
-        "extras": [{name: list(map(_sendable, values)) for name, values in one.extras.items()} for one in scored],
+        "extras": [[[*column, *map(_sendable, values)] for column, values in one.extras.items()] for one in scored],
     }
     return packed({**tensors, "rewards": rewards}, {**told, **more})
 
@@ -155,7 +155,7 @@ def _scores_of(message: bytes, prompts: Iterator[Prompt]) -> Iterable[ScoredGrou
     for group, values, dropped, failed, extras in zip(
         groups, rewards, told["dropped"], told["failed"], told["extras"], strict=True
     ):
-        logged = {name: tuple(column) for name, column in extras.items()}
+        logged = {LoggedColumn(function, name): tuple(column) for function, name, *column in extras}
         yield ScoredGroup(group=group, rewards=values, extras=logged, dropped=dropped, failed=tuple(failed))
 
 

@@ -16,7 +16,7 @@ from grpo_cli.scoring.event_loop import EventLoop
 from grpo_cli.scoring.isolation.failures import LostCallError, TimedOutError
 from grpo_cli.scoring.reward import Reward
 from grpo_cli.scoring.trainer_state import TrainerState
-from grpo_cli.types import Group, ScoredGroup
+from grpo_cli.types import Group, LoggedColumn, ScoredGroup
 
 MOST_TIMEOUTS = 3
 """Calls of single groups that may take too long one after another; then the others are not tried any more."""
@@ -147,7 +147,7 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         groups: What they scored.
         error_value: The rewards of a group that a function failed on; None: the group is dropped.
     """
-    names = _extra_names(columns)
+    logged = _logged(columns)
     scored: list[ScoredGroup] = []
     problems: list[str] = []
     for index, group in enumerate(groups):
@@ -169,8 +169,8 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
                 if dropped
                 else _side_by_side(rewards, size, error_value),
                 extras={
-                    shown: columns[owner].extras[index].get(name, (None,) * size)
-                    for shown, (owner, name) in names.items()
+                    LoggedColumn(column.name, name): column.extras[index].get(name, (None,) * size)
+                    for column, name in logged
                 },
                 dropped=dropped,
                 failed=tuple(errors),
@@ -200,13 +200,13 @@ def _side_by_side(rewards: Iterable[Tensor | RewardError], size: int, error_valu
     )
 
 
-def _extra_names(columns: Sequence[Column]) -> dict[str, tuple[int, str]]:
-    """Name the extra columns; where two functions log one name, the later one's carries the function's name in front."""
-    names: dict[str, tuple[int, str]] = {}
-    for owner, column in enumerate(columns):
-        for name in dict.fromkeys(name for extras in column.extras for name in extras):
-            names[f"{column.name}/{name}" if name in names else name] = (owner, name)
-    return names
+def _logged(columns: Sequence[Column]) -> list[tuple[Column, str]]:
+    """List what each function logged for any of the groups."""
+    return [
+        (column, name)
+        for column in columns
+        for name in dict.fromkeys(name for extras in column.extras for name in extras)
+    ]
 
 
 def _column(name: str, finished: Sequence[tuple[Call, Outcome]]) -> Column:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_cli.telemetry.files import disk_errors, write_whole
+from grpo_cli.telemetry.logged_columns import shown_names
 from grpo_cli.telemetry.records import Evaluation, Rollouts
 from grpo_cli.telemetry.thumbnails import marked, thumbnail_column
 from grpo_cli.types import IMAGE, IMAGES, ScoredGroup
@@ -78,7 +79,7 @@ def completion_table(
 
     Returns:
         Columns step, prompt_uid, index, prompt, images (thumbnails, if the dataset has some), completion, finish_reason, num_tokens,
-        policy_version, reward/{name}, advantage (if given), and those that reward functions logged; `extra/` stands before a logged name that is taken. A reward that did
+        policy_version, reward/{name}, advantage (if given), and those that reward functions logged (see `shown_names`); `extra/` stands before a logged name that is taken. A reward that did
         not apply is null, and so is a logged column in groups that did not log it.
     """
     rows = [(one.group.prompt, completion) for one in scored for completion in one.group.completions]
@@ -101,8 +102,10 @@ def completion_table(
         columns[f"reward/{name}"] = pa.array(values, pa.float32())
     if advantages is not None:
         columns["advantage"] = pa.array(advantages, pa.float32())
-    for name in sorted({name for one in scored for name in one.extras}):
-        logged = [value for one in scored for value in one.extras.get(name, (None,) * len(one.group.completions))]
+    names = shown_names(scored, reward_names)
+    for column in sorted(names, key=lambda column: names[column]):
+        logged = [value for one in scored for value in one.extras.get(column, (None,) * len(one.group.completions))]
+        name = names[column]
         columns[f"extra/{name}" if name in columns else name] = _logged_column(logged)
     return marked(pa.table(columns)) if has_images else pa.table(columns)
 

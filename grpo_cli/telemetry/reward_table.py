@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.metrics import Metrics
+from grpo_cli.telemetry.logged_columns import shown_names
 from grpo_cli.telemetry.names import find
 from grpo_cli.telemetry.readable import duration, head_and_tail, short, visible
 from grpo_cli.types import ScoredGroup
@@ -32,17 +33,18 @@ def print_reward_table(
     """
     console.print(_completions(scored, names, weights))
     console.print(_functions(scored, names, weights, metrics))
-    for line in (*_logged_lines(scored), *_metric_lines(metrics)):
+    for line in (*_logged_lines(scored, names), *_metric_lines(metrics)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _logged_lines(scored: Sequence[ScoredGroup]) -> Iterator[str]:
+def _logged_lines(scored: Sequence[ScoredGroup], names: Sequence[str]) -> Iterator[str]:
     """Give what functions logged with `log_extra`, a line for each completion."""
+    shown = shown_names(scored, names)
     for one in scored:
         row = one.group.prompt.uid.rpartition(":")[2]
         for completion in one.group.completions:
             logged = [
-                f"{visible(column)}: {head_and_tail(visible(str(values[completion.index])), _CHARACTERS)}"
+                f"{visible(shown[column])}: {head_and_tail(visible(str(values[completion.index])), _CHARACTERS)}"
                 for column, values in one.extras.items()
                 if values[completion.index] not in (None, "")
             ]

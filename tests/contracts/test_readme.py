@@ -101,7 +101,7 @@ def test_the_reward_of_one_task_leaves_others_alone_and_logs(folder: Path) -> No
     entry = RewardFunction(path="my_rewards.correct")
     scores = score(folder, [" 7", "8"], entry, task="arithmetic", ground_truth="7")
     assert rewards_of(scores) == [[1.0], [0.0]]
-    assert scores.groups[0].extras == {"answer": ("7", "8")}
+    assert scores.groups[0].extras == {("correct", "answer"): ("7", "8")}
     assert scores.metrics["solved"].result() == 0.5
     other = score(folder, ["7"], entry, task="poetry", ground_truth="7")
     assert other.groups[0].rewards.isnan().all()

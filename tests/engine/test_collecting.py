@@ -8,7 +8,7 @@ from engine.threaded_processes import in_threads
 from scoring.scoring_groups import group
 
 from grpo_cli.engine.collecting import collected_scores
-from grpo_cli.types import ScoredGroup
+from grpo_cli.types import LoggedColumn, ScoredGroup
 
 
 class Stock:
@@ -23,7 +23,9 @@ class Stock:
 
 def scored(number: int, *, note: tuple[Any, ...]) -> ScoredGroup:
     return ScoredGroup(
-        group=group(number, "p", ["a", "bb"]), rewards=torch.tensor([[1.0], [2.0]]), extras={"note": note}
+        group=group(number, "p", ["a", "bb"]),
+        rewards=torch.tensor([[1.0], [2.0]]),
+        extras={LoggedColumn("r", "note"): note},
     )
 
 

@@ -107,7 +107,7 @@ def test_logging_example_goes_to_extras_and_metrics() -> None:
         return [0.0] * len(completions)
 
     scores = score(function, group(0, "p", ["a", "b"]), group(1, "q", ["c"]))
-    assert [scored.extras for scored in scores.groups] == [{"upper": ("A", "B")}, {"upper": ("C",)}]
+    assert [scored.extras for scored in scores.groups] == [{("f", "upper"): ("A", "B")}, {("f", "upper"): ("C",)}]
     assert scores.metrics["accuracy"] == Mean(0.75 * 3, 3)
 
 

@@ -168,7 +168,7 @@ def test_completions_that_a_function_failed_on_can_have_a_value(opened: Open) ->
 def test_what_a_function_returns_and_logs_comes_over(opened: Open) -> None:
     scores = opened("tells").score(GOOD, STATE)
     assert [one.rewards.tolist() for one in scores.groups] == [[[1.0], [1.0]], [[2.0], [2.0]]]
-    assert scores.groups[1].extras == {"answer": ("CCC", "DDDD"), "odd": (0.5, 0.5)}
+    assert scores.groups[1].extras == {("tells", "answer"): ("CCC", "DDDD"), ("tells", "odd"): (0.5, 0.5)}
     assert scores.metrics["tell/length"] == Mean(2.5 * 4, 4)
 
 

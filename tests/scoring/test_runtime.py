@@ -14,6 +14,7 @@ from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Sum
 from grpo_cli.scoring.reward import make_reward
 from grpo_cli.scoring.runtime import RewardScorer
+from grpo_cli.types import LoggedColumn
 
 GROUPS = [group(0, "p", ["a", "bb"]), group(1, "q", ["ccc", "dddd"]), group(2, "r", ["e", "f"])]
 
@@ -134,7 +135,7 @@ def test_two_functions_that_log_one_column_keep_both() -> None:
         return length(completions)
 
     scores = scorer(first=first, second=second).score(GROUPS[:1], STATE)
-    assert scores.groups[0].extras == {"note": ("a", "bb"), "second/note": (1, 1)}
+    assert scores.groups[0].extras == {("first", "note"): ("a", "bb"), ("second", "note"): (1, 1)}
 
 
 # What a function must not return. Each message names the function, the row and the value.
@@ -309,7 +310,7 @@ def test_drop_leaves_out_the_prompts_with_a_bad_value_without_calling_again() ->
     assert calls == [6]
     assert [scored.dropped for scored in scores.groups] == [False, False, True]
     assert scores.problems[0].startswith("prompt 0:2 is left out: reward function 'judge' returned nan for prompt 0:2")
-    assert scores.groups[2].extras == {"seen": ("e", "f")}
+    assert scores.groups[2].extras == {("judge", "seen"): ("e", "f")}
 
 
 def test_drop_keeps_what_was_logged_for_the_prompts_that_stay() -> None:
@@ -319,7 +320,11 @@ def test_drop_keeps_what_was_logged_for_the_prompts_that_stay() -> None:
         return fails_on_long(completions)
 
     scores = scorer("drop", judge=function).score(GROUPS, STATE)
-    assert [scored.extras["seen"] for scored in scores.groups] == [("a", "bb"), (None, None), ("e", "f")]
+    assert [scored.extras[LoggedColumn("judge", "seen")] for scored in scores.groups] == [
+        ("a", "bb"),
+        (None, None),
+        ("e", "f"),
+    ]
     assert scores.metrics["calls"].result() == 1.0
 
 

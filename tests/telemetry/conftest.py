@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from grpo_cli.types import Completion, FinishReason, Group, PolicyVersion, Prompt, PromptId, ScoredGroup
+from grpo_cli.types import Completion, FinishReason, Group, LoggedColumn, PolicyVersion, Prompt, PromptId, ScoredGroup
 
 GroupMaker = Callable[..., ScoredGroup]
 
@@ -47,7 +47,7 @@ def make_scored() -> GroupMaker:
         return ScoredGroup(
             group=Group(prompt=asked, completions=completions),
             rewards=torch.tensor(rewards, dtype=torch.float32),
-            extras=extras or {},
+            extras={LoggedColumn(*name.rpartition("/")[::2]): values for name, values in (extras or {}).items()},
             dropped=dropped,
         )
 

@@ -83,24 +83,36 @@ class Stock:
 def test_logged_columns_keep_their_type_or_become_text(
     make_scored: Maker, logged: tuple[object, ...], kept: list[object], kind: str
 ) -> None:
-    table = completion_table([make_scored("abc", [[0.0]] * 3, extras={"note": logged})], ["r"], step=1)
+    table = completion_table([make_scored("abc", [[0.0]] * 3, extras={"r/note": logged})], ["r"], step=1)
     assert table["note"].to_pylist() == kept
     assert str(table.schema.field("note").type) == kind
 
 
 def test_a_group_that_did_not_log_a_column_has_nulls_in_it(make_scored: Maker) -> None:
-    groups = [make_scored("ab", [[0.0]] * 2), make_scored("cd", [[0.0]] * 2, extras={"note": ("x", "y")})]
+    groups = [make_scored("ab", [[0.0]] * 2), make_scored("cd", [[0.0]] * 2, extras={"r/note": ("x", "y")})]
     assert completion_table(groups, ["r"], step=1)["note"].to_pylist() == [None, None, "x", "y"]
 
 
+def test_of_two_functions_that_log_one_name_the_later_one_s_is_named_after_it(make_scored: Maker) -> None:
+    """Whichever of them logged it for which group; a column that one of them alone logged has its name."""
+    groups = [
+        make_scored("a", [[0.0, 1.0]], extras={"second/note": ("second's",), "second/own": (1,)}),
+        make_scored("b", [[0.0, 1.0]], extras={"first/note": ("first's",)}),
+    ]
+    for given in (groups, groups[::-1]):
+        table = completion_table(given, ["first", "second"], step=1)
+        rows = {row["completion"]: (row["note"], row["second/note"], row["own"]) for row in table.to_pylist()}
+        assert rows == {"a": (None, "second's", 1), "b": ("first's", None, None)}
+
+
 def test_a_logged_column_never_hides_one_of_ours(make_scored: Maker) -> None:
-    table = completion_table([make_scored("a", [[0.5]], extras={"completion": ("mine",)})], ["r"], step=1)
+    table = completion_table([make_scored("a", [[0.5]], extras={"r/completion": ("mine",)})], ["r"], step=1)
     assert table["completion"].to_pylist() == ["a"]
     assert table["extra/completion"].to_pylist() == ["mine"]
 
 
 def test_text_that_utf8_cannot_hold_is_escaped(make_scored: Maker) -> None:
-    group = make_scored(["a\ud800b"], [[0.0]], prompt="\udcff", extras={"note": ("\ud801",)})
+    group = make_scored(["a\ud800b"], [[0.0]], prompt="\udcff", extras={"r/note": ("\ud801",)})
     table = completion_table([group], ["r"], step=1)
     assert table["completion"].to_pylist() == ["a\\ud800b"]
     assert table["prompt"].to_pylist() == ["\\udcff"]
@@ -137,5 +149,5 @@ def test_files_of_later_steps_and_unfinished_ones_are_dropped_and_nothing_else(t
 
 def test_integers_beyond_the_exact_ones_of_a_float_stand_beside_floats(make_scored: Maker) -> None:
     big = 2**60 + 1
-    group = make_scored("abc", [[0.0]] * 3, extras={"value": (big, 0.5, None)})
+    group = make_scored("abc", [[0.0]] * 3, extras={"r/value": (big, 0.5, None)})
     assert completion_table([group], ["r"], step=1)["value"].to_pylist() == [float(big), 0.5, None]

@@ -82,7 +82,7 @@ def test_a_file_of_a_text_run_has_no_column_for_images(make_scored: Maker) -> No
 
 
 def test_a_column_that_a_reward_function_logs_as_images_does_not_take_their_place(make_scored: Maker) -> None:
-    group = make_scored(["a"], [[1.0]], images=[picture(4, 4)], extras={"images": (3,)})
+    group = make_scored(["a"], [[1.0]], images=[picture(4, 4)], extras={"r/images": (3,)})
     table = completion_table([group], ["r"], step=1)
     assert table["extra/images"].to_pylist() == [3]
     assert table["images"].to_pylist()[0][0]["bytes"] == thumbnail(picture(4, 4))
