@@ -238,8 +238,12 @@ def _build_rewarding(inputs: Inputs) -> Rewarding:
         steps_per_window=grpo.steps_per_generation * grpo.num_iterations,
         num_generations=grpo.num_generations,
     )
-    kind = RewardedByMain if processes.count == 1 or isinstance(scorer, SharedScorer) else RewardedByEach
-    return kind(scorer=scorer, processes=processes, division=division, recording=recording.places)
+    places = recording.places
+    if processes.count == 1 or isinstance(scorer, SharedScorer):
+        return RewardedByMain(scorer=scorer, processes=processes, division=division, recording=places)
+    return RewardedByEach(
+        scorer=scorer, processes=processes, division=division, recording=places, seed=inputs.recipe.train.seed
+    )
 
 
 def _reference_model(inputs: Inputs, model: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import Tensor
 from grpo_cli.engine.clock import Clock
 from grpo_cli.engine.handing_out import handed_out
 from grpo_cli.engine.health import Signs
-from grpo_cli.engine.randomness import begin_anew
 from grpo_cli.engine.recording import recorded_rollouts
 from grpo_cli.engine.rewarding import Drawn, Rewarded
 from grpo_cli.engine.rewards import failed_too_often, failure_metrics
@@ -75,18 +74,17 @@ def generate(stages: Stages, settings: LoopSettings, state: RunState, clock: Clo
         DataError: If a row cannot be read.
         TrainingError: If every prompt was dropped, or the rollout engine fails.
     """
-    if not stages.processes.is_main:
-        begin_anew(settings.seed, rank=stages.processes.rank, step=state.step)
     drawn = _draw(stages, prompts_to_draw(state, settings), state.step)
     version = PolicyVersion(state.step)
     now = trainer_state(stages, settings, state)
     with clock.phase("sync"):
         stages.weight_sync.bring(version)
-    with clock.phase("generate"):
-        groups = _sample(stages, settings, drawn, version, now)
-        stages.weight_sync.rest()
-    with clock.phase("score"):
-        rewarded = stages.rewarding.score(groups, drawn, now)
+    with stages.rewarding.randomness(state.step):
+        with clock.phase("generate"):
+            groups = _sample(stages, settings, drawn, version, now)
+            stages.weight_sync.rest()
+        with clock.phase("score"):
+            rewarded = stages.rewarding.score(groups, drawn, now)
     scored = rewarded.own.groups
     failed, tokens = _totals(stages, rewarded)
     for problem in rewarded.own.problems:

@@ -70,9 +70,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def begin_anew(seed: int, *, rank: int, step: int) -> None:
-    """Seed the global generators of a process for what it does from an optimizer step on.
-
-    Checkpoints hold those of the main process; the others need not have theirs to go on from one as they would have.
-    """
-    seed_everything(int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0]))
+def seed_of(*place: int) -> int:
+    """Make one seed of a run's own and the place where it is to be used, none of which is negative."""
+    return int(np.random.SeedSequence(place).generate_state(1)[0])

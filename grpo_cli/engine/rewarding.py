@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_cli.engine.collecting import collected, collected_scores, groups_message, groups_of
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.division import Division
+from grpo_cli.engine.randomness import own_randomness, seed_of
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.errors import RewardError
 from grpo_cli.scoring.runtime import Scores
@@ -76,6 +78,10 @@ class Rewarding(Protocol):
         """Give the places of those that this process may begin to score as soon as they are completed."""
         ...
 
+    def randomness(self, step: int) -> AbstractContextManager[None]:
+        """Make the context in which completions are sampled and scored after so many optimizer steps, for what functions draw."""
+        ...
+
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """Score the groups of all processes, each of which gives those that it keeps.
 
@@ -108,6 +114,10 @@ class RewardedByMain:
     def early(self, count: int) -> range:
         """See `Rewarding`: all that the main process's engine samples."""
         return self.division.asked(count)
+
+    def randomness(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002  checkpoints have the main process's generators
+        """See `Rewarding`."""
+        return nullcontext()
 
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`."""
@@ -185,12 +195,14 @@ class RewardedByEach:
         processes: The processes of this run.
         division: Who samples what.
         recording: What is recorded.
+        seed: Of the run.
     """
 
     scorer: Scorer
     processes: Processes
     division: Division
     recording: RecordedPlaces
+    seed: int
 
     def wanted(self, count: int, *, step: int) -> Sequence[int]:
         """See `Rewarding`."""
@@ -200,6 +212,11 @@ class RewardedByEach:
     def early(self, count: int) -> range:
         """See `Rewarding`."""
         return self.division.even(count)
+
+    def randomness(self, step: int) -> AbstractContextManager[None]:
+        """See `Rewarding`. Checkpoints have the main process's generators; those of others begin anew, so that a resumed run draws the same."""
+        rank = self.processes.rank
+        return nullcontext() if rank == 0 else own_randomness(seed_of(self.seed, rank, step))
 
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`. Where a function fails in one process, all raise its error."""

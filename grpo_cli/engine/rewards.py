@@ -1,6 +1,7 @@
 """The rewards that a recipe names: loaded, and what failed of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.shared_scoring import Scorer, SharedScorer
@@ -8,7 +9,7 @@ from grpo_cli.errors import RewardError
 from grpo_cli.metrics import Metrics, Sum
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import RewardsSection
-from grpo_cli.scoring.functions import load_rewards, look_at_prompts_alone
+from grpo_cli.scoring.functions import are_independent, load_rewards
 from grpo_cli.scoring.reward import Reward, has_state
 from grpo_cli.scoring.runtime import RewardScorer, Scores
 
@@ -27,14 +28,11 @@ def load_scorer(section: RewardsSection, loaded: LoadedRecipe, processes: Proces
         ModelError: There, if a reward model does not load.
     """
     scorer, spread = None, _is_spread(section, loaded, processes)
+    if spread:
+        section = _shared_limits(section, processes.count)
     if processes.is_main or spread:
-        rewards = load_rewards(
-            section,
-            folder=loaded.folder,
-            device=processes.device,
-            trust_remote_code=loaded.recipe.model.trust_remote_code,
-            sharing=processes.count if spread else 1,
-        )
+        trusts = loaded.recipe.model.trust_remote_code
+        rewards = load_rewards(section, folder=loaded.folder, device=processes.device, trust_remote_code=trusts)
         scorer = RewardScorer(rewards, on_error=section.on_error, error_value=section.error_value)
         if spread:
             _refuse_states(rewards, scorer)
@@ -51,14 +49,23 @@ def _is_spread(section: RewardsSection, loaded: LoadedRecipe, processes: Process
         return section.spread
     if processes.count == 1:
         return False
-    alone = processes.is_main and look_at_prompts_alone(section, folder=loaded.folder)
-    return bool(processes.most(int(alone)))
+    independent = processes.is_main and are_independent(section, folder=loaded.folder)
+    return bool(processes.most(int(independent)))
 
 
 def shares_limits(section: RewardsSection, scorer: Scorer, processes: Processes) -> bool:
-    """Tell whether a scorer keeps to less than the recipe's limits of calls, since those of other processes call, too."""
-    limited = any(entry.calls_per_minute is not None or entry.concurrency > 1 for entry in section.reward_funcs)
+    """Tell whether a scorer calls less often than the recipe allows in a minute, since those of other processes call, too."""
+    limited = any(entry.calls_per_minute is not None for entry in section.reward_funcs)
     return limited and processes.count > 1 and not isinstance(scorer, SharedScorer)
+
+
+def _shared_limits(section: RewardsSection, processes: int) -> RewardsSection:
+    """Let the calls of all processes together be no more in a minute than the recipe allows, but for the first of each after a pause."""
+    entries = [
+        entry if entry.calls_per_minute is None else replace(entry, calls_per_minute=entry.calls_per_minute / processes)
+        for entry in section.reward_funcs
+    ]
+    return replace(section, reward_funcs=entries)
 
 
 def _refuse_states(rewards: Sequence[Reward], scorer: RewardScorer) -> None:

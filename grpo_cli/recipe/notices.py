@@ -1,5 +1,6 @@
 """What a recipe may say and probably does not mean: shown in one line each, and not in the way of a run."""
 
+import math
 import os
 from collections.abc import Callable, Iterable
 
@@ -115,11 +116,14 @@ def some_completions_are_not_written(recipe: Recipe) -> Iterable[Finding]:
     """Whoever reads completion files should know that they are a part."""
     logging, most = recipe.logging, recipe.logging.num_completions_to_log
     sampled = recipe.train.prompts_per_step * recipe.grpo.steps_per_generation * recipe.grpo.num_generations
-    if not logging.log_completions or most is None or sampled <= most:
+    if not logging.log_completions or most is None:
+        return
+    written = math.ceil(most / recipe.grpo.num_generations) * recipe.grpo.num_generations
+    if written >= sampled:
         return
     yield Finding(
         keys=("logging.num_completions_to_log",),
-        message=f"found {most}; {sampled:,} completions are sampled at once, of which those of the first prompts are written",
+        message=f"found {most}; of {sampled:,} completions that are sampled at once {written:,} are written, those of the first prompts",
         hint="null writes all, logging.log_completions: false none",
     )
 

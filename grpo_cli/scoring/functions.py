@@ -1,6 +1,5 @@
 """From the recipe's `rewards:` to callables."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ def load_rewards(
     folder: Path,
     device: torch.device | str,
     trust_remote_code: bool = False,
-    sharing: int = 1,
 ) -> tuple[Reward, ...]:
     """Import the functions, construct the classes and load the models that a recipe names as rewards.
 
@@ -39,8 +37,6 @@ def load_rewards(
         folder: The recipe's folder, which dotted paths and relative model paths start from.
         device: Where reward models run.
         trust_remote_code: Whether a hub reward model may bring its own code.
-        sharing: Processes that load the same, whose calls together are to be within the recipe's limits: but that each makes one at a time,
-            and begins one more after a pause.
 
     Raises:
         RewardError: If one cannot be called or constructed with the recipe's parameters.
@@ -51,7 +47,7 @@ def load_rewards(
     try:
         for entry in section.reward_funcs:
             if entry.model is None:
-                loaded.append(_load_function(entry, folder=folder, loop=loop, sharing=sharing))
+                loaded.append(_load_function(entry, folder=folder, loop=loop))
             else:
                 loaded.append(_load_model(entry, folder=folder, device=device, trust_remote_code=trust_remote_code))
     except BaseException:
@@ -76,7 +72,7 @@ def _load_model(entry: RewardFunction, *, folder: Path, device: torch.device | s
     return make_reward(name, model, limits=_limits(entry))
 
 
-def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop, sharing: int) -> Reward:
+def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop) -> Reward:
     if entry.path is None:
         raise RewardError("rewards.reward_funcs: a reward has either `path` or `model`")
     # One that has to be isolated is not even imported here.
@@ -84,12 +80,13 @@ def _load_function(entry: RewardFunction, *, folder: Path, loop: EventLoop, shar
     name = entry.name or default_name(target, entry.path)
     if target is None or _needs_isolation(entry, name, target):
         source = Source(name=name, path=entry.path, folder=str(folder.resolve()), parameters=dict(entry.parameters))
-        worker = WorkerLimits(
+        limits = WorkerLimits(
             seconds=entry.timeout or DEFAULT_TIMEOUT, memory_bytes=(entry.memory_limit or DEFAULT_MEMORY) * 2**30
         )
-        return isolated(source, worker=worker, limits=_limits(entry, sharing=sharing), loop=loop)
-    limits = _limits(entry, timeout=entry.timeout, sharing=sharing)
-    reward = make_reward(name, with_parameters(name, target, entry.parameters), limits=limits)
+        return isolated(source, worker=limits, limits=_limits(entry, timeout=None), loop=loop)
+    reward = make_reward(
+        name, with_parameters(name, target, entry.parameters), limits=_limits(entry, timeout=entry.timeout)
+    )
     if has_state(reward.source):
         refuse_several_at_once(name, reward.limits)
     return reward
@@ -118,18 +115,18 @@ def _needs_isolation(entry: RewardFunction, name: str, target: Any) -> bool:
     return entry.isolated is None and (bool(needing) or entry.memory_limit is not None or says_so)
 
 
-def _limits(entry: RewardFunction, *, timeout: float | None = None, sharing: int = 1) -> CallLimits:
+def _limits(entry: RewardFunction, *, timeout: float | None = None) -> CallLimits:
     return CallLimits(
         per_prompt=entry.per_prompt,
-        concurrency=math.ceil(entry.concurrency / sharing),
-        calls_per_minute=None if entry.calls_per_minute is None else entry.calls_per_minute / sharing,
+        concurrency=entry.concurrency,
+        calls_per_minute=entry.calls_per_minute,
         timeout=timeout,
         retries=entry.retries,
     )
 
 
-def look_at_prompts_alone(section: RewardsSection, *, folder: Path) -> bool:
-    """Tell whether all rewards of a recipe are known to be the same when each is given some prompts only. None is constructed for that.
+def are_independent(section: RewardsSection, *, folder: Path) -> bool:
+    """Tell whether all rewards of a recipe are known to be the same when each call is given some prompts only. None is constructed for that.
 
     Args:
         section: The recipe's `rewards:`.
@@ -138,14 +135,16 @@ def look_at_prompts_alone(section: RewardsSection, *, folder: Path) -> bool:
     Raises:
         RecipeError: If a function cannot be imported.
     """
-    return all(entry.model is not None or _looks_at_prompts_alone(entry, folder) for entry in section.reward_funcs)
+    return all(_is_independent(entry, folder) for entry in section.reward_funcs)
 
 
-def _looks_at_prompts_alone(entry: RewardFunction, folder: Path) -> bool:
+def _is_independent(entry: RewardFunction, folder: Path) -> bool:
     if entry.path is None:
+        return entry.model is not None  # which looks at one completion at a time
+    if entry.isolated:  # it is not imported
         return False
-    if entry.isolated:  # it is not imported; what has a state is called once at a time
-        return entry.per_prompt and entry.concurrency > 1
     target = resolve(entry.path, folder)
-    says_so = entry.per_prompt or bool(getattr(target, "independent", False))
-    return says_so and not comes_with_state(target)
+    says_so = getattr(target, "independent", False) is True
+    # `functools.wraps` copies what the function inside says, and the one around it may do more.
+    is_copied = getattr(getattr(target, "__wrapped__", None), "independent", False) is True
+    return says_so and not is_copied and not comes_with_state(target)

@@ -147,7 +147,6 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
         groups: What they scored.
         error_value: The rewards of a group that a function failed on; None: the group is dropped.
     """
-    logged = _logged(columns)
     scored: list[ScoredGroup] = []
     problems: list[str] = []
     for index, group in enumerate(groups):
@@ -169,8 +168,9 @@ def put_together(columns: Sequence[Column], groups: Sequence[Group], *, error_va
                 if dropped
                 else _side_by_side(rewards, size, error_value),
                 extras={
-                    LoggedColumn(column.name, name): column.extras[index].get(name, (None,) * size)
-                    for column, name in logged
+                    LoggedColumn(column.name, name): values
+                    for column in columns
+                    for name, values in column.extras[index].items()
                 },
                 dropped=dropped,
                 failed=tuple(errors),
@@ -198,15 +198,6 @@ def _side_by_side(rewards: Iterable[Tensor | RewardError], size: int, error_valu
         ],
         dim=1,
     )
-
-
-def _logged(columns: Sequence[Column]) -> list[tuple[Column, str]]:
-    """List what each function logged for any of the groups."""
-    return [
-        (column, name)
-        for column in columns
-        for name in dict.fromkeys(name for extras in column.extras for name in extras)
-    ]
 
 
 def _column(name: str, finished: Sequence[tuple[Call, Outcome]]) -> Column:

@@ -1,4 +1,4 @@
-"""Completion files: every sampled completion with its rewards, one parquet file per generation or evaluation."""
+"""Completion files: sampled completions with their rewards, one parquet file per generation or evaluation."""
 
 import math
 import re

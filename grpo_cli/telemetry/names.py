@@ -85,7 +85,7 @@ TABLE: tuple[MetricName, ...] = (
     MetricName("step_time", "s", "per step", "Wall time of the whole step, generation included."),
     MetricName("time/generate", "s", "per step", "Wall time of sampling; missing in a step that trains on older completions, as is the next."),
     MetricName("time/score", "s", "per step", "Wall time of the reward functions."),
-    MetricName("time/reward/{name}", "s", "sum", "What the calls of one reward function took, added up, with `rewards.spread` over processes: some run at the same time."),
+    MetricName("time/reward/{name}", "s", "sum", "What the calls of one reward function took, added up, where rewards are spread also over processes: some run at the same time."),
     MetricName("time/reward/{name}/mean", "s", "mean over calls", "What a call took. Only with `per_prompt`, as is the next."),
     MetricName("time/reward/{name}/max", "s", "maximum over calls", "What the slowest took."),
     MetricName("time/forward_backward", "s", "per step", "Wall time of forward and backward passes, old and reference log-probabilities included."),

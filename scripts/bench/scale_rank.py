@@ -137,6 +137,7 @@ class SimulatedStep:
             processes=self._processes(rank),
             division=self.division(rank),
             recording=self.recording.places,
+            seed=0,
         )
         drawn = Drawn(count=len(self.prompts), prompts={place: self.prompts[place] for place in self.places(rank)})
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)

@@ -11,7 +11,7 @@ from optional_packages import needs_reasoning_gym
 
 from grpo_cli.data.sources import load_rows
 from grpo_cli.recipe.load import LoadedRecipe, load_recipe
-from grpo_cli.scoring.functions import load_rewards
+from grpo_cli.scoring.functions import are_independent, load_rewards
 from grpo_cli.scoring.runtime import RewardScorer
 from rewards.code import PassedTests
 from rewards.confinement.choice import choose
@@ -176,3 +176,12 @@ def test_no_question_of_reasoning_is_both_trained_and_evaluated_on() -> None:
     assert trained
     assert len(held_out) >= 200
     assert trained.isdisjoint(held_out)
+
+
+def test_of_many_processes_each_scores_but_where_rewards_limit_themselves_or_are_a_recipe_s_own() -> None:
+    seeing_all = set()
+    for path in PATHS:
+        loaded = load_recipe(path, [])
+        if not are_independent(loaded.recipe.rewards, folder=loaded.folder):
+            seeing_all.add(path.stem)
+    assert seeing_all == {"code", "multitask", "vlm_tiny"}

@@ -96,9 +96,11 @@ def test_every_process_learns_how_its_groups_were_scored_and_the_main_one_record
     def work(processes: ThreadedProcesses) -> tuple[Rewarded, Rollouts]:
         division = Division(rank=processes.rank, processes=3, engines=1 if main_only else 3, main_only=main_only)
         scorer: Any = Scorer()
-        rewarding = kind(scorer=scorer, processes=processes, division=division, recording=recording.places)
+        more = {"seed": 0} if kind is RewardedByEach else {}
+        rewarding = kind(scorer=scorer, processes=processes, division=division, recording=recording.places, **more)
         own = [groups[place] for place in division.kept(len(groups))]
-        drawn = Drawn(count=len(groups), prompts={number: one.prompt for number, one in enumerate(groups)})
+        wanted = rewarding.wanted(len(groups), step=STATE.global_step)
+        drawn = Drawn(count=len(groups), prompts={place: groups[place].prompt for place in wanted})
         rewarded = rewarding.score(own, drawn, STATE)
         values = [one.rewards[:, 0] * 10 for one in rewarded.own.groups]
         return rewarded, recorded_rollouts(rewarded, values, processes)

@@ -69,7 +69,8 @@ def test_processes_share_the_calls_of_a_minute_and_the_one_that_evaluates_has_th
 @pytest.mark.parametrize(
     ("functions", "said", "each"),
     [
-        ("[rewards.length.num_characters, {path: my_rewards.few_letters, per_prompt: true}]", None, True),
+        ("[rewards.length.num_characters, rewards.format.think]", None, True),
+        ("[rewards.length.num_characters, {path: my_rewards.few_letters, per_prompt: true}]", None, False),
         ("[rewards.length.num_characters, my_rewards.few_letters]", None, False),
         ("[rewards.length.num_characters, my_rewards.Counting]", None, False),
         ("[rewards.length.num_characters]", False, False),

@@ -11,11 +11,14 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from grpo_cli.errors import RewardError
 from grpo_cli.recipe.schema import RewardFunction, RewardsSection
-from grpo_cli.scoring.functions import load_rewards, look_at_prompts_alone
+from grpo_cli.scoring.functions import are_independent, load_rewards
 from grpo_cli.scoring.reward import Reward
 from grpo_cli.scoring.runtime import RewardScorer
 
 MODULE = """
+import functools
+
+
 class Threshold:
     def __init__(self, at):
         if at < 0:
@@ -58,11 +61,20 @@ def alone(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-async def waited(completions, **kwargs):
-    return [0.0] * len(completions)
+class Says(Threshold):
+    @property
+    def independent(self):
+        return False
 
 
 alone.independent = True
+
+
+@functools.wraps(alone)
+def wrapped(completions, **kwargs):
+    return [float(len(completions))] * len(completions)
+
+
 counted = Counted(1).__call__
 named = Named()
 number = 3
@@ -81,42 +93,35 @@ def load(folder: Path, **entry: Any) -> Reward:
     return load_rewards(section, folder=folder, device="cpu")[0]
 
 
-ALONE: list[dict[str, Any]] = [
+INDEPENDENT: list[dict[str, Any]] = [
     {"path": "my_scoring_rewards.alone"},
     {"path": "my_scoring_rewards.Apart", "parameters": {"at": 1}},
-    {"path": "my_scoring_rewards.anything", "per_prompt": True},
-    {"path": "my_scoring_rewards.anything", "isolated": True, "per_prompt": True, "concurrency": 2},
     {"path": "rewards.accuracy.math"},
     {"model": "a/model"},
 ]
 SEEING_ALL: list[dict[str, Any]] = [
     {"path": "my_scoring_rewards.anything"},
-    {"path": "my_scoring_rewards.Counted", "per_prompt": True},
+    # One call for each prompt may leave something for the next.
+    {"path": "my_scoring_rewards.anything", "per_prompt": True},
+    {"path": "my_scoring_rewards.Counted"},
     {"path": "my_scoring_rewards.counted"},
+    {"path": "my_scoring_rewards.Says"},
+    # A decorator copies what the function inside says.
+    {"path": "my_scoring_rewards.wrapped"},
     # It is not imported, and may have a state.
     {"path": "my_scoring_rewards.alone", "isolated": True},
-    {"path": "my_scoring_rewards.alone", "isolated": True, "per_prompt": True},
 ]
 
 
-def test_rewards_that_look_at_prompts_alone_are_known(folder: Path) -> None:
-    """By what the recipe says, or they themselves; one that does not is enough."""
-    for entry in (*ALONE, *SEEING_ALL):
+def test_rewards_that_are_independent_say_so_themselves(folder: Path) -> None:
+    """One that does not is enough."""
+    for entry in (*INDEPENDENT, *SEEING_ALL):
         section = RewardsSection(reward_funcs=[RewardFunction(**entry)])
-        assert look_at_prompts_alone(section, folder=folder) == (entry in ALONE), entry
-    every = [RewardFunction(**entry) for entry in ALONE]
-    assert look_at_prompts_alone(RewardsSection(reward_funcs=every), folder=folder)
+        assert are_independent(section, folder=folder) == (entry in INDEPENDENT), entry
+    every = [RewardFunction(**entry) for entry in INDEPENDENT]
+    assert are_independent(RewardsSection(reward_funcs=every), folder=folder)
     with_another = [*every, RewardFunction(**SEEING_ALL[0])]
-    assert not look_at_prompts_alone(RewardsSection(reward_funcs=with_another), folder=folder)
-
-
-@pytest.mark.parametrize(("asked", "sharing", "expected"), [(1, 4, 1), (8, 4, 2), (9, 4, 3), (2, 4, 1), (8, 1, 8)])
-def test_processes_share_what_calls_a_recipe_allows(folder: Path, asked: int, sharing: int, expected: int) -> None:
-    entry = RewardFunction(
-        path="my_scoring_rewards.waited", per_prompt=True, concurrency=asked, calls_per_minute=60, isolated=False
-    )
-    (reward,) = load_rewards(RewardsSection(reward_funcs=[entry]), folder=folder, device="cpu", sharing=sharing)
-    assert (reward.limits.concurrency, reward.limits.calls_per_minute) == (expected, 60 / sharing)
+    assert not are_independent(RewardsSection(reward_funcs=with_another), folder=folder)
 
 
 def rewards(reward: Reward, *texts: str, **columns: Any) -> list[float]:

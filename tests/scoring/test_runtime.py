@@ -320,11 +320,8 @@ def test_drop_keeps_what_was_logged_for_the_prompts_that_stay() -> None:
         return fails_on_long(completions)
 
     scores = scorer("drop", judge=function).score(GROUPS, STATE)
-    assert [scored.extras[LoggedColumn("judge", "seen")] for scored in scores.groups] == [
-        ("a", "bb"),
-        (None, None),
-        ("e", "f"),
-    ]
+    column = LoggedColumn("judge", "seen")
+    assert [scored.extras for scored in scores.groups] == [{column: ("a", "bb")}, {}, {column: ("e", "f")}]
     assert scores.metrics["calls"].result() == 1.0
 
 

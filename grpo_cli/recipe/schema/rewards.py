@@ -57,10 +57,7 @@ class RewardFunction:
         "by themselves. An isolated or `async def` function begins while other prompts are still being completed.",
     )
     concurrency: int = option(
-        1,
-        minimum=1,
-        help="Calls at the same time with `per_prompt`, of an isolated function in as many processes. Where rewards are spread that is for "
-        "all processes of the run together, each of which makes at least one.",
+        1, minimum=1, help="Calls at the same time with `per_prompt`, of an isolated function in as many processes."
     )
     calls_per_minute: float | None = option(
         None,
@@ -101,6 +98,6 @@ class RewardsSection:
     spread: bool | None = option(
         None,
         help="With several processes, let each call the functions on the completions that it sampled, instead of the first on all of "
-        "them. Left out: if all look at one prompt at a time, which reward models and those with `per_prompt` do, and what says so of itself "
-        "(`independent = True`), and none has a state.",
+        "them. Left out: if all look at one prompt at a time, as reward models do and functions that say so of themselves "
+        "(`independent = True`), and none has a state or is `isolated: true`.",
     )
