@@ -51,7 +51,7 @@ def place_images(messages: list[Message], images: Sequence[Any], *, where: str) 
     places = sum(IMAGE not in part for part in parts)
     if places != len(images):
         raise DataError(
-            f"{where}: the messages have {places} places for images of the row, which has {len(images)}",
+            f"{where}: the messages have {places} place(s) for images of the row, which has {len(images)}",
             hint="write one {type: image} for each image, in their order, or none: then all come before the first user's text",
         )
     rest = iter(images)

@@ -13,6 +13,7 @@ from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
 from transformers import AutoProcessor, AutoTokenizer
 
+from grpo_cli.data.images import ImagePlaces
 from grpo_cli.data.preflight import preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
 from grpo_cli.data.sampler import PromptSampler
@@ -54,11 +55,13 @@ def processor_of(folder: Path) -> Any:
 def make(vision_folder: Callable[[str], Path]) -> MakeBuilder:
     """Make a builder for a family's processor from keys of the recipe's `dataset:`."""
 
-    def builder(family: str = "qwen2_5_vl", *, reads_images: bool = True, **keys: Any) -> PromptBuilder:
+    def builder(
+        family: str = "qwen2_5_vl", *, reads_images: bool = True, places: ImagePlaces | None = None, **keys: Any
+    ) -> PromptBuilder:
         folder = vision_folder(family)
         vision = VisionProcessor(processor_of(folder)) if reads_images else None
         section = DatasetSection(name="rows", **keys)
-        return PromptBuilder(AutoTokenizer.from_pretrained(folder), section, vision=vision)
+        return PromptBuilder(AutoTokenizer.from_pretrained(folder), section, vision=vision, places=places)
 
     return builder
 
@@ -168,23 +171,19 @@ def test_the_system_prompt_and_template_variables_work_with_images(make: MakeBui
         (
             [user(PLACE, text("a"))],
             {"images": [RED, BLUE]},
-            "the messages have 1 places for images of the row, which has 2",
+            "the messages have 1 place(s) for images of the row, which has 2",
         ),
-        ([user(PLACE, text("a"))], {"images": []}, "the messages have 1 places for images of the row, which has 0"),
+        ([user(PLACE, text("a"))], {"images": []}, "the messages have 1 place(s) for images of the row, which has 0"),
         (
             [user({**PLACE, "image": RED})],
             {"image": BLUE},
-            "the messages have 0 places for images of the row, which has 1",
+            "the messages have 0 place(s) for images of the row, which has 1",
         ),
         ([{"role": "system", "content": "a"}], {"image": RED}, "no message has the role user"),
         ("a", {"image": RED}, "prompt is a string, which has no place for images"),
-        ([user(text("a"))], {"images": [RED, b"?"]}, "image 2 cannot be read: its format is not known"),
-        (
-            [user(text("a"))],
-            {"image": RED[:60]},
-            "the model's processor refuses the prompt with 1 images: an image cannot be",
-        ),
-        ([user(text("a <|image_pad|>"))], {"image": RED}, "the model's processor refuses the prompt with 1 images"),
+        ([user(text("a"))], {"images": [RED, b"?"]}, "image 2 (column `images`) cannot be read: its format is not known"),
+        ([user({**PLACE, "image": b"?"})], {}, "image 1 (column `prompt`) cannot be read: its format is not known"),
+        ([user(text("a <|image_pad|>"))], {"image": RED}, "the model's processor refuses the prompt with 1 image(s)"),
     ],
 )
 def test_what_does_not_fit_together_names_the_row(make: MakeBuilder, prompt: Any, columns: Any, message: str) -> None:
@@ -192,6 +191,30 @@ def test_what_does_not_fit_together_names_the_row(make: MakeBuilder, prompt: Any
         build(make(), prompt, **columns)
     assert raised.value.message.startswith("dataset: row 3: ")
     assert message in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "column", "source"),
+    [
+        ({"image": RED[:60]}, "photo", ""),
+        ({"image": {"bytes": RED[:60], "path": "a/1.png"}}, "photo", " from a/1.png"),
+        ({"image": "half.png"}, "photo", " from half.png"),
+        ({"images": [Path("half.png")]}, "images", " from half.png"),
+        ({"prompt": [user({**PLACE, "path": "half.png"}, text("a"))]}, "prompt", " from half.png"),
+    ],
+)
+def test_an_image_that_is_cut_short_is_blamed_itself(
+    make: MakeBuilder, given: Any, column: str, source: str, tmp_path: Path
+) -> None:
+    """Its head is sound, so that it shows only when its pixels are read."""
+    (tmp_path / "half.png").write_bytes(RED[:60])
+    builder = make(conversational=True, columns={"image": "photo"}, places=ImagePlaces(folders=(tmp_path,)))
+    with pytest.raises(DataError) as raised:
+        builder.build({"prompt": "a", **given}, UID)
+    start, end = f"dataset: row 3: image 1 (column `{column}`) cannot be read{source}: ", "truncated (60 bytes)"
+    assert raised.value.message.startswith(start)
+    assert raised.value.message.endswith(end)
+    assert raised.value.hint is None
 
 
 def test_a_text_with_an_images_token_and_no_image_is_rejected(make: MakeBuilder) -> None:

@@ -108,7 +108,7 @@ def test_a_model_that_reads_text_only_is_refused(experiment: Experiment, tiny_mo
 
 def test_a_missing_file_is_told_with_its_row(experiment: Experiment) -> None:
     (experiment.folder / "rows" / "1.png").unlink()
-    with pytest.raises(DataError, match=r"row 1: image 1: 1\.png does not exist; paths are taken from .*/rows, "):
+    with pytest.raises(DataError, match=r"row 1: image 1 \(column `image`\): 1\.png does not exist; paths are taken from .*/rows, "):
         load(load_recipe(experiment.recipe, []))
 
 
