@@ -14,7 +14,7 @@ from tiny_vision_models import VISION_FAMILIES
 from transformers import AutoProcessor, AutoTokenizer
 
 from grpo_cli.data.images import ImagePlaces
-from grpo_cli.data.preflight import preflight, preflight_stream
+from grpo_cli.data.preflight import MEASURED, preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.data.streaming import StreamingPromptSampler
@@ -268,11 +268,21 @@ def test_all_rows_are_told_of_and_a_share_is_prepared(make: MakeBuilder) -> None
     all_of_them, share = (preflight(rows, builder, measured=measured) for measured in (None, 20))
     assert share.kept == all_of_them.kept
     assert all_of_them.unmeasured == 0
-    # Every tenth row, those of them without an image do not count; and the first batch up to the first prompt.
-    assert 15 <= 150 - share.unmeasured <= 20 + 32
+    assert 150 - share.unmeasured == 20, "every tenth row, of which each has an image"
     assert "images: 150 of 200 prompts, 1 each; image tokens of a prompt: mean 4.0, up to 4" in all_of_them.lines()
     assert "that were prepared; the others are when they are drawn" in "".join(share.lines())
     assert all(isinstance(row["image"], bytes | None) for row in rows)
+
+
+@pytest.mark.parametrize("count", [257, 512, 1024])
+def test_no_more_are_prepared_than_is_said(make: MakeBuilder, count: int) -> None:
+    """Also where the first row has no image, so that another one than those spread evenly comes first."""
+    rows = Dataset.from_dict({"prompt": ["Row"] * count, "image": [None, *([RED] * (count - 1))]})
+    found = preflight(rows, make(conversational=True))
+    assert found.images is not None
+    assert MEASURED / 2 <= found.images.measured <= MEASURED
+    assert found.first_with_images is not None
+    assert found.first_with_images.uid == "0:1"
 
 
 def test_a_stream_says_what_its_first_rows_have(make: MakeBuilder) -> None:
