@@ -181,7 +181,11 @@ def test_the_system_prompt_and_template_variables_work_with_images(make: MakeBui
         ),
         ([{"role": "system", "content": "a"}], {"image": RED}, "no message has the role user"),
         ("a", {"image": RED}, "prompt is a string, which has no place for images"),
-        ([user(text("a"))], {"images": [RED, b"?"]}, "image 2 (column `images`) cannot be read: its format is not known"),
+        (
+            [user(text("a"))],
+            {"images": [RED, b"?"]},
+            "image 2 (column `images`) cannot be read: its format is not known",
+        ),
         ([user({**PLACE, "image": b"?"})], {}, "image 1 (column `prompt`) cannot be read: its format is not known"),
         ([user(text("a <|image_pad|>"))], {"image": RED}, "the model's processor refuses the prompt with 1 image(s)"),
     ],
