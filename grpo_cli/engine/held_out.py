@@ -229,7 +229,8 @@ def _load_prompts(
         builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), places=image_places(section, folder=folder))
         found = preflight(rows, builder, measured=None)  # all of them are prepared below
         sampler = PromptSampler(rows, builder, found, seed=seed, shuffle=False)
-        return sampler.take(sampler.rows_per_epoch), found.lines()
+        lines = [*vision.overlooked(rows, section, key=key), *found.lines()]
+        return sampler.take(sampler.rows_per_epoch), lines
     except DataError as error:  # the stage knows its section by its usual name only
         hint = None if error.hint is None else error.hint.replace("dataset.", f"{key}.")
         raise DataError(f"{key}{error.message.removeprefix('dataset')}", hint=hint) from error

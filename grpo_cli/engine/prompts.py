@@ -73,5 +73,5 @@ def load_prompts(
         first=found.first,
         probe=found.first_with_images or found.first,
         longest=found.lengths.maximum if found.complete and not found.unmeasured else section.max_prompt_length,
-        lines=found.lines(),
+        lines=[*vision.overlooked(rows, section), *found.lines()],
     )
