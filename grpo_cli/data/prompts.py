@@ -30,7 +30,7 @@ from grpo_cli.vision.processor import VisionProcessor
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column with variables for the chat template; they override those of the recipe."""
 
-NONE = "prompt is None"
+NONE = "prompt is null"
 EMPTY = "prompt is empty"
 NO_CONTENT = "a message has no content"
 TOO_LONG = "is longer than"

@@ -48,7 +48,9 @@ class VisionLoader:
             )
         return self.loaded
 
-    def overlooked(self, rows: Dataset | IterableDataset, section: DatasetSection, *, key: str = "dataset") -> list[str]:
+    def overlooked(
+        self, rows: Dataset | IterableDataset, section: DatasetSection, *, key: str = "dataset"
+    ) -> list[str]:
         """Give a line about images of a dataset that no prompt shows, though the model could see them.
 
         Args:

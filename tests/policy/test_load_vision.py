@@ -13,6 +13,7 @@ from transformers import AutoProcessor
 from vision_prompts import PICTURES
 
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.load import load_config, load_model, load_shapes
 from grpo_cli.policy.load_vision import load_vision, processor_files
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.processor import VisionProcessor
@@ -129,3 +130,15 @@ def test_the_saved_files_have_the_template_that_was_trained_with(
         assert opened.apply_chat_template([TURN], tokenize=False) == vision.render([TURN])
         tensors = VisionProcessor(opened).tensors(PICTURES[:2])
         assert all(torch.equal(tensors[name], tensor) for name, tensor in vision.tensors(PICTURES[:2]).items())
+
+
+@pytest.mark.parametrize("load_it", [load_model, load_shapes, load_config])
+def test_options_for_a_model_that_reads_text_only_are_refused(
+    load_it: Callable[..., Any], tiny_model_folder: Path
+) -> None:
+    section = ModelSection(name_or_path=str(tiny_model_folder), processor_kwargs={"max_patches": 2})
+    with pytest.raises(
+        ModelError,
+        match=r'^model\.processor_kwargs: found the mapping {"max_patches": 2}, but .* reads text only',
+    ):
+        load_it(section, folder=tiny_model_folder)

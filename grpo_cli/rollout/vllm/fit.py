@@ -1,5 +1,6 @@
 """Whether a server is the one that a run needs: with the same model, in the same precision, for as much as it will be asked."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ def _check_sight(server: str, status: "ServerStatus", needs: Needs) -> None:
         )
     if status.image_options != needs.image_options:
         raise ModelError(
-            f"{server}: it prepares images with the options {dict(status.image_options)}, but this run with {dict(needs.image_options)} "
+            f"{server}: it prepares images with the options {json.dumps(status.image_options)}, but this run with {json.dumps(needs.image_options)} "
             "(model.processor_kwargs)",
             hint="start it with this recipe: `grpo vllm-serve RECIPE`",
         )

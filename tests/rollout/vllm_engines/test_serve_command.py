@@ -181,6 +181,8 @@ def test_a_model_that_sees_is_given_images_as_the_recipe_has_them_prepared(
     assert one["limit_mm_per_prompt"] == {"image": 1}
     text = served_engine(planned(tmp_path, "", f"model.name_or_path={tiny_model_folder}"))
     assert "limit_mm_per_prompt" not in text
+    with pytest.raises(ModelError, match=r"model\.processor_kwargs: found .* reads text only"):
+        served_engine(planned(tmp_path, "", f"model.name_or_path={tiny_model_folder}", options))
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")

@@ -101,6 +101,6 @@ def test_a_server_that_prepares_images_in_another_way_is_refused_where_prompts_h
     build(server, needs=Needs(image_options=None)).wait_until_ready(5)
     with pytest.raises(
         ModelError,
-        match=r"it prepares images with the options {'max_pixels': 784}, but this run with {} \(model.processor_kwargs\)",
+        match=r'it prepares images with the options {"max_pixels": 784}, but this run with {} \(model.processor_kwargs\)',
     ):
         build(server, needs=Needs(image_options={})).wait_until_ready(5)
