@@ -15,6 +15,7 @@ from vllm_server import free_port
 from grpo_cli.cli.app import main
 from grpo_cli.cli.serve_plan import ServePlan, serve_plan
 from grpo_cli.cli.vllm_serve import served_engine
+from grpo_cli.errors import ModelError
 from grpo_cli.rollout.vllm.arguments import engine_argument_names
 
 HAS_VLLM = bool(engine_argument_names())
