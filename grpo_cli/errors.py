@@ -16,6 +16,7 @@ must not survive a request to stop. Everything else that is raised is a mistake 
 """
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -48,6 +49,14 @@ def _rebuild(cls: type[GrpoError], args: tuple[object, ...], state: dict[str, ob
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Give an error and what led to it, one after another: systems' own words lie several exceptions deep."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
