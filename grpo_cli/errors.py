@@ -11,6 +11,8 @@
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
     Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
 
+`grpo plan` ends with 6 where its answer is that a run does not fit; that is no error.
+
 `Interrupted` is no `Exception`, as KeyboardInterrupt is none: a library or a reward function that survives every error of its own
 must not survive a request to stop. Everything else that is raised is a mistake of ours and shows its traceback.
 """
@@ -19,6 +21,10 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
+
+
+DOES_NOT_FIT = 6
+"""Exit code of `grpo plan` where a run does not fit."""
 
 
 class GrpoError(Exception):
