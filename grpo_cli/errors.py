@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-
 DOES_NOT_FIT = 6
 """Exit code of `grpo plan` where a run does not fit."""
 
