@@ -61,6 +61,11 @@ class HeldOut:
         """Tokens of the longest prompt."""
         return max(len(prompt.ids) for prompt in self.prompts)
 
+    @property
+    def most_images(self) -> int:
+        """Images of a prompt that has most."""
+        return max(len(prompt.images) for prompt in self.prompts)
+
     def completions(self, engines: int = 1) -> int:
         """Count the completions that each of several engines samples at most."""
         return math.ceil(len(self.prompts) / engines) * self.task.settings.num_generations

@@ -115,6 +115,7 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
             longest=inputs.longest_sequence,
             num_generations=inputs.most_generations,
             image_options=_image_options(inputs),
+            most_images=inputs.most_images,
         ),
         server_timeout=section.server_timeout,
         on_progress=told.progress,

@@ -27,11 +27,20 @@ def experiment(vision_folder: Callable[[str], Path], tmp_path: Path) -> Experime
     return make_image_experiment(tmp_path, vision_folder("qwen2_5_vl"))
 
 
-def test_a_server_that_does_not_see_is_refused_before_the_first_step(experiment: Experiment) -> None:
-    with ProtocolServer(max_images=0) as server:
+@pytest.mark.parametrize(
+    ("takes", "told"),
+    [
+        (0, "it takes no images, but prompts of this run have some"),
+        (1, r"it takes 1 image\(s\) of a prompt, but prompts of this run have up to 2"),
+    ],
+)
+def test_a_server_that_does_not_see_or_not_enough_is_refused_before_the_first_step(
+    takes: int, told: str, experiment: Experiment
+) -> None:
+    with ProtocolServer(max_images=takes) as server:
         settings = ["vllm.mode=server", f"vllm.server_base_urls=[{server.url}]"]
         server.always["/grpo/status"] = lambda right: {**right, "sizes": {}}
-        with pytest.raises(ModelError, match=f"{server.url}: it takes no images, but prompts of this run have some"):
+        with pytest.raises(ModelError, match=f"{server.url}: {told}"):
             run(load_recipe(experiment.recipe, settings))
 
 
