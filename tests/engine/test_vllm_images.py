@@ -44,6 +44,18 @@ def test_a_server_that_does_not_see_or_not_enough_is_refused_before_the_first_st
             run(load_recipe(experiment.recipe, settings))
 
 
+@pytest.mark.parametrize("mode", [("vllm.mode=colocate",), ("vllm.mode=server", "vllm.start=true")])
+def test_a_limit_of_images_that_prompts_exceed_is_told_before_vllm_starts(
+    mode: tuple[str, ...], experiment: Experiment
+) -> None:
+    settings = [*mode, "vllm.engine={limit_mm_per_prompt: {image: 1}}"]
+    with pytest.raises(
+        ModelError, match=r"limit_mm_per_prompt: found 1 for image, but prompts of this run have up to 2"
+    ):
+        run(load_recipe(experiment.recipe, settings))
+    assert not list(experiment.folder.rglob("vllm-server.log"))
+
+
 def test_vllm_samples_what_the_trainer_would_have_in_its_process_and_in_a_server_that_it_starts(
     experiment: Experiment,
 ) -> None:
