@@ -11,13 +11,19 @@
     └── CheckpointError         a checkpoint cannot be written or read                   exit 5
     Interrupted                 SIGINT, SIGTERM or SIGHUP; the state is saved            exit 130 / 143 / 129
 
+`grpo plan` ends with 6 where its answer is that a run does not fit; that is no error.
+
 `Interrupted` is no `Exception`, as KeyboardInterrupt is none: a library or a reward function that survives every error of its own
 must not survive a request to stop. Everything else that is raised is a mistake of ours and shows its traceback.
 """
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
+
+DOES_NOT_FIT = 6
+"""Exit code of `grpo plan` where a run does not fit."""
 
 
 class GrpoError(Exception):
@@ -48,6 +54,14 @@ def _rebuild(cls: type[GrpoError], args: tuple[object, ...], state: dict[str, ob
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Give an error and what led to it, one after another: systems' own words lie several exceptions deep."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

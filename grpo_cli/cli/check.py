@@ -29,6 +29,7 @@ def check(
     """  # noqa: D301  \b keeps the lines apart
     from grpo_cli.recipe.load import dump_recipe, load_recipe
     from grpo_cli.recipe.notices import missing_engine
+    from grpo_cli.recipe.overlooked_images import overlooked_in_files
     from grpo_cli.recipe.summary import summary
 
     loaded = load_recipe(recipe, overrides or [])
@@ -37,5 +38,6 @@ def check(
         return
     typer.echo(f"recipe is fine: {recipe}\n{summary(loaded.recipe)}")
     missing = missing_engine(loaded.recipe)
-    for notice in (*loaded.notices, *([missing] if missing else [])):
+    overlooked = overlooked_in_files(loaded.recipe, loaded.folder)
+    for notice in (*loaded.notices, *([missing] if missing else []), *overlooked):
         typer.echo(f"notice: {notice}")

@@ -6,6 +6,7 @@ import typer
 
 from grpo_cli.cli.check import OverridesArgument, RecipeArgument
 from grpo_cli.cli.imports import uncollected_imports
+from grpo_cli.errors import DOES_NOT_FIT
 
 
 def plan(
@@ -35,13 +36,14 @@ def plan(
     """Work out what a run needs, without GPUs and weights: memory by component, work and bottleneck of a step.
 
     Without --gpus and --gpu-memory the plan is for this machine. Without dataset.max_prompt_length the dataset is read. The README has
-    the formulas.
+    the formulas. The exit code is 6 if the run does not fit, so that a batch script can stop there.
 
     \b
     Examples:
       grpo plan recipes/quickstart.yaml
       grpo plan recipes/qwen2.5-72b.yaml --gpus 32 --gpu-memory 80
       grpo plan recipes/math.yaml --gpus 8 --gpu-memory 80 train.gradient_checkpointing=true
+      grpo plan recipes/math.yaml && grpo train recipes/math.yaml
     """  # noqa: D301  \b keeps the lines apart
     with uncollected_imports():
         from datasets import disable_progress_bars
@@ -60,3 +62,5 @@ def plan(
     machine = planned_machine(gpus=gpus, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
     found = plan_training(loaded.recipe, folder=loaded.folder, machine=machine)
     print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine)
+    if found.is_too_large(machine):
+        raise typer.Exit(DOES_NOT_FIT)

@@ -240,9 +240,13 @@ def served_engine(plan: ServePlan) -> dict[str, Any]:
 
 
 def _sees(plan: ServePlan, model: str) -> bool:
-    """Tell whether the model reads images. Who asks its configuration waits seconds for transformers, unless the file says that it does not."""
+    """Tell whether the model reads images, and refuse options for them if it does not.
+
+    Who asks its configuration waits seconds for transformers, unless there is nothing to refuse and the file says that it reads none.
+    """
     file = Path(model) / "config.json"
-    if file.is_file() and "vision_config" not in json.loads(file.read_text(encoding="utf-8")):
+    has_options = bool(plan.model.processor_kwargs)
+    if not has_options and file.is_file() and "vision_config" not in json.loads(file.read_text(encoding="utf-8")):
         return False
     from grpo_cli.policy.load import load_config
     from grpo_cli.vision.inputs import is_vision_language

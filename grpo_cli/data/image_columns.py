@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from datasets import Dataset, Image, IterableDataset, LargeList, List
 
 from grpo_cli.data.columns import PROMPT, column_names
+from grpo_cli.recipe.overlooked_images import ROWS_SEEN, columns_with_images
 from grpo_cli.types import IMAGE, IMAGES
 
 _ROWS_SEEN = 64
@@ -26,6 +27,16 @@ def has_images(rows: Dataset | IterableDataset) -> bool:
     seen = (row[PROMPT] for row in islice(rows.select_columns([PROMPT]), _ROWS_SEEN))
     messages = takewhile(lambda prompt: not isinstance(prompt, str), seen)  # a column of strings has no messages
     return any(_has_place(prompt) for prompt in messages)
+
+
+def overlooked_images(rows: Dataset | IterableDataset) -> dict[str, bool]:
+    """Find columns with images where no prompt has any: their names, and whether each row has a list of them."""
+    if has_images(rows):
+        return {}
+    declared = {name: feature for name, feature in (rows.features or {}).items() if _undecoded(feature) != feature}
+    others = [name for name in column_names(rows) if name not in declared]
+    seen = columns_with_images(islice(rows.select_columns(others), ROWS_SEEN))
+    return {name: isinstance(feature, List | LargeList) for name, feature in declared.items()} | seen
 
 
 def undecoded(rows: _RowsT) -> _RowsT:

@@ -86,7 +86,7 @@ def encoded(value: Any, *, places: ImagePlaces, where: str) -> bytes:
     Args:
         value: One of `column_images`, or what stands in a message.
         places: Where paths lead.
-        where: Names the row, and the image if there are several, in errors.
+        where: Names the row, the image and its column in errors.
 
     Raises:
         DataError: If it is none of these, there is no such file, or it is no image.
@@ -94,17 +94,31 @@ def encoded(value: Any, *, places: ImagePlaces, where: str) -> bytes:
     if isinstance(value, Image.Image):
         return _png(value)
     if isinstance(value, bytes | bytearray | memoryview):
-        return _checked(bytes(value), where)
+        return _checked(bytes(value), value, where)
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
-            return _checked(value["bytes"], where)
+            return _checked(value["bytes"], value, where)
         value = value.get("path") or value.get("url") or value
     if isinstance(value, str | Path):
-        return _checked(_read(str(value), places, where), where)
+        return _checked(_read(str(value), places, where), value, where)
     if isinstance(value, list | tuple) or hasattr(value, "__array__"):
         return _png(Image.fromarray(_pixels(value, where)))
     keys = f" with {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, Mapping) else ""
     raise DataError(f"{where} is {type(value).__name__}{keys}; allowed: {_ALLOWED}")
+
+
+def unreadable(value: Any, content: bytes, reason: str, *, where: str) -> DataError:
+    """Say that an image is damaged, or is none.
+
+    Args:
+        value: As the dataset has it; its path or address is named, if it has one.
+        content: What was read of it.
+        reason: What its decoder says.
+        where: Names the row, the image and its column.
+    """
+    named = value.get("path") or value.get("url") if isinstance(value, Mapping) else value
+    source = f" from {_shortened(str(named))}" if isinstance(named, str | Path) else ""
+    return DataError(f"{where} cannot be read{source}: {reason} ({len(content):,} bytes)")
 
 
 def is_nothing(value: Any) -> bool:
@@ -123,19 +137,19 @@ def _png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def _checked(content: bytes, where: str) -> bytes:
+def _checked(content: bytes, value: Any, where: str) -> bytes:
     """Look at the head of an image file; its pixels are read when they are needed."""
     try:
         opened(content).close()
     except Exception as error:  # what readers of broken heads meet is of many kinds
         reason = "its format is not known" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise DataError(f"{where} cannot be read: {reason} ({len(content):,} bytes)") from error
+        raise unreadable(value, content, reason, where=where) from error
     return content
 
 
 def _read(path: str, places: ImagePlaces, where: str) -> bytes:
     """Read a file by its path, or by an address that fsspec knows: `https:`, `hf:`, `data:` and more."""
-    shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
+    shown = _shortened(path)
     if not places.allow(path):
         raise DataError(
             f"{where}: {shown} is on this machine; a dataset from the hub may name addresses and relative paths without `..` only",
@@ -168,6 +182,10 @@ def _read(path: str, places: ImagePlaces, where: str) -> bytes:
         return found.read_bytes()
     except OSError as error:
         raise DataError(f"{where}: {found} cannot be read: {error.strerror}") from error
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
 
 
 def _is_address(path: str) -> bool:

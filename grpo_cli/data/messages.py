@@ -51,7 +51,7 @@ def place_images(messages: list[Message], images: Sequence[Any], *, where: str) 
     places = sum(IMAGE not in part for part in parts)
     if places != len(images):
         raise DataError(
-            f"{where}: the messages have {places} places for images of the row, which has {len(images)}",
+            f"{where}: the messages have {places} place(s) for images of the row, which has {len(images)}",
             hint="write one {type: image} for each image, in their order, or none: then all come before the first user's text",
         )
     rest = iter(images)
@@ -114,9 +114,10 @@ def split_continuation(messages: list[Message], *, where: str) -> tuple[list[Mes
 
 def _read_message(message: Any, *, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {type(message).__name__}; allowed: a mapping with `role` and `content`")
+        found = "null" if message is None else type(message).__name__
+        raise DataError(f"{where} is {found}; allowed: a mapping with `role` and `content`")
     if not isinstance(message.get("role"), str):
-        keys = ", ".join(str(key) for key in message) or "nothing"
+        keys = ", ".join(str(key) for key, value in message.items() if value is not None) or "nothing"
         raise DataError(f"{where} has no `role`; it has {keys}", hint="a turn is {role: user, content: ...}")
     content = message.get("content")
     if isinstance(content, list | tuple):
@@ -134,10 +135,13 @@ def _read_part(part: Any, *, where: str) -> dict[str, Any]:
     if kind in {IMAGE, "image_url"}:
         given = _image_of(part)
         return {"type": IMAGE} if given is None else {"type": IMAGE, IMAGE: given}
-    found = kind if isinstance(part, Mapping) else type(part).__name__
-    raise DataError(
-        f"{where}: content has a part of type {found}; allowed: {{type: text, text: ...}} and {{type: image}}"
-    )
+    if kind == "text":
+        found = "a text without `text`"
+    elif isinstance(part, Mapping):
+        found = "a part without a type" if kind is None else f"a part of type {kind}"
+    else:
+        found = "null" if part is None else f"{type(part).__name__} as a part"
+    raise DataError(f"{where}: content has {found}; allowed: {{type: text, text: ...}} and {{type: image}}")
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:

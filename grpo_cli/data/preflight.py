@@ -156,10 +156,13 @@ class _Survey:
         """Look at the next rows."""
         numbers = range(self.rows, self.rows + len(rows))
         rendered = self.builder.render(rows, (prompt_id(0, number) for number in numbers))
-        trusted = [self._is_trusted(one, number) for one, number in zip(rendered, numbers, strict=True)]
-        prepared = iter(self.builder.tokenize([one for one, trust in zip(rendered, trusted, strict=True) if not trust]))
-        for number, one, trust in zip(numbers, rendered, trusted, strict=True):
-            outcome = one if trust else self._measured(next(prepared))
+        texts = iter(self.builder.tokenize([one for one in rendered if not _has_images(one)]))
+        for number, one in zip(numbers, rendered, strict=True):
+            outcome: Rendered | Prompt | Rejected = one
+            if not _has_images(one):
+                outcome = self._measured(next(texts))
+            elif self.first_with_images is None or number % self.every == 0:
+                outcome = self._measured(self.builder.tokenize([one])[0])
             if isinstance(outcome, Rejected):
                 self._reject(number, outcome.reason)
                 continue
@@ -200,11 +203,6 @@ class _Survey:
             first_with_images=self.first_with_images,
             complete=complete,
         )
-
-    def _is_trusted(self, one: Rendered | Rejected, number: int) -> bool:
-        """Tell whether a row is taken without a look at its images."""
-        has_images = isinstance(one, Rendered) and bool(one.images)
-        return has_images and self.first_with_images is not None and number % self.every != 0
 
     def _measured(self, encoded: Prompt | Rejected) -> Prompt | Rejected:
         """Take the length of a prompt within the limits."""
@@ -267,6 +265,10 @@ def preflight_stream(rows: IterableDataset, builder: PromptBuilder, *, sample: i
     survey = _Survey(builder=builder)
     survey.add(list(islice(rows, sample)))
     return survey.result(complete=False)
+
+
+def _has_images(one: Rendered | Rejected) -> bool:
+    return isinstance(one, Rendered) and bool(one.images)
 
 
 def _rejection_texts(rejected: Mapping[str, Rejections]) -> list[str]:

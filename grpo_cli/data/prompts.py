@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_cli.data.columns import PROMPT, missing_prompt
 from grpo_cli.data.fingerprint import digest
-from grpo_cli.data.images import ImagePlaces, column_images, encoded, is_nothing
+from grpo_cli.data.images import ImagePlaces, column_images, encoded, is_nothing, unreadable
 from grpo_cli.data.messages import (
     has_image,
     in_parts,
@@ -24,12 +24,13 @@ from grpo_cli.data.messages import (
 from grpo_cli.errors import DataError
 from grpo_cli.recipe.schema import DatasetSection
 from grpo_cli.types import IMAGE, IMAGES, Message, Prompt, PromptId
+from grpo_cli.vision.pictures import DamagedImageError
 from grpo_cli.vision.processor import VisionProcessor
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column with variables for the chat template; they override those of the recipe."""
 
-NONE = "prompt is None"
+NONE = "prompt is null"
 EMPTY = "prompt is empty"
 NO_CONTENT = "a message has no content"
 TOO_LONG = "is longer than"
@@ -292,16 +293,20 @@ class PromptBuilder:
     def _with_images(self, rendered: Rendered) -> Prompt:
         """Open a prompt's images, and tokenize it together with them."""
         assert self._vision is not None, "images are looked for only where something prepares them"
-        where = _where(rendered.uid)
         images = tuple(
-            encoded(value, places=self._places, where=f"{where}: image {number}")
+            encoded(value, places=self._places, where=self._image(rendered, number))
             for number, value in enumerate(rendered.images, start=1)
         )
         try:
             ids = self._vision.encode(rendered.text, images)
+        except DamagedImageError as error:
+            place = images.index(error.content)
+            where = self._image(rendered, place + 1)
+            raise unreadable(rendered.images[place], error.content, error.reason, where=where) from error
         except Exception as error:  # a processor raises whatever it meets first
             raise DataError(
-                f"{where}: the model's processor refuses the prompt with {len(images)} images: {' '.join(str(error).split())}",
+                f"{_where(rendered.uid)}: the model's processor refuses the prompt with {len(images)} image(s): "
+                f"{' '.join(str(error).split())}",
                 hint="is a token that stands for an image in the prompt's text, or does the chat template leave images out?",
             ) from error
         row = _without_nothing(rendered.row)
@@ -310,6 +315,13 @@ class PromptBuilder:
         else:
             row[IMAGES] = list(images)
         return Prompt(uid=rendered.uid, ids=ids, text=rendered.text, messages=rendered.messages, row=row, images=images)
+
+    def _image(self, rendered: Rendered, number: int) -> str:
+        """Name an image in errors, by its row, its place in the prompt and the dataset's own name of its column."""
+        value, row = rendered.images[number - 1], rendered.row
+        columns = {IMAGE: [row.get(IMAGE)], IMAGES: row.get(IMAGES) or ()}
+        column = next((name for name, values in columns.items() if any(one is value for one in values)), PROMPT)
+        return f"{_where(rendered.uid)}: image {number} (column `{self._section.columns.get(column, column)}`)"
 
     def _plain(self, rendered: Rendered, ids: tuple[int, ...]) -> Prompt | Rejected:
         if not ids:

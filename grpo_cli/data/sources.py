@@ -24,6 +24,7 @@ from grpo_cli.data.columns import rename_columns
 from grpo_cli.data.image_columns import undecoded
 from grpo_cli.data.images import ImagePlaces
 from grpo_cli.errors import DataError, GrpoError
+from grpo_cli.hub import stay_offline_without_network
 from grpo_cli.recipe.imports import is_dotted_path, resolve
 from grpo_cli.recipe.rows import is_local, matching_files
 from grpo_cli.recipe.schema import DatasetSection
@@ -89,6 +90,7 @@ def _load(section: DatasetSection, folder: Path) -> Rows:
         _refuse(section, "config", "revision", kind="a function")
         return _from_function(resolve(section.name, folder), section)
     _refuse(section, "arguments", kind="a hub dataset")
+    stay_offline_without_network()
     return _read(section, section.name, section.config, revision=section.revision)
 
 

@@ -17,6 +17,7 @@ from grpo_cli.policy.adapter_targets import target_layers
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import QUANTIZATION_FILE, with_quantization
+from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
@@ -69,7 +70,7 @@ def _other_base(model: ModelSection, found: AdapterSettings) -> Iterator[str]:
     if found.base != model.name_or_path and not _is_same_place(found.base, model.name_or_path):
         yield f"they were trained on {found.base}; model.name_or_path is {model.name_or_path}"
     elif found.revision is not None and found.revision != model.revision:
-        yield f"they were trained on revision {found.revision}; model.revision is {model.revision}"
+        yield f"they were trained on revision {found.revision}; model.revision is {show(model.revision)}"
 
 
 def _is_same_place(one: str, other: str) -> bool:
@@ -84,7 +85,7 @@ def _other_rounding(model: ModelSection, place: Path) -> Iterator[str]:
     for key in ("quantization", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
         before, now = getattr(then, key), getattr(model, key)
         if before != now:
-            yield f"they were trained with model.{key}: {before}; the recipe's is {now}"
+            yield f"they were trained with model.{key}: {show(before)}; the recipe's is {show(now)}"
             return
 
 

@@ -37,9 +37,8 @@ class Demand:
     image_tokens: int = 0
 
     def image_tokens_of(self, tokens: int) -> int:
-        """Count those of a micro-batch of some tokens, which has their share of the step, but no less than a whole prompt."""
-        share = -(-self.image_tokens * tokens // self.trained_tokens)
-        return min(self.image_tokens, max(share, self.longest_prompt))
+        """Count the most that a micro-batch of some tokens can hold: where completions turn out short, it is prompts and little else."""
+        return min(self.image_tokens, tokens)
 
     @classmethod
     def of(

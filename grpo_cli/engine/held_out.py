@@ -61,6 +61,11 @@ class HeldOut:
         """Tokens of the longest prompt."""
         return max(len(prompt.ids) for prompt in self.prompts)
 
+    @property
+    def most_images(self) -> int:
+        """Images of a prompt that has most."""
+        return max(len(prompt.images) for prompt in self.prompts)
+
     def completions(self, engines: int = 1) -> int:
         """Count the completions that each of several engines samples at most."""
         return math.ceil(len(self.prompts) / engines) * self.task.settings.num_generations
@@ -229,7 +234,8 @@ def _load_prompts(
         builder = PromptBuilder(tokenizer, section, vision=vision.of(rows), places=image_places(section, folder=folder))
         found = preflight(rows, builder, measured=None)  # all of them are prepared below
         sampler = PromptSampler(rows, builder, found, seed=seed, shuffle=False)
-        return sampler.take(sampler.rows_per_epoch), found.lines()
+        lines = [*vision.overlooked(rows, section, key=key), *found.lines()]
+        return sampler.take(sampler.rows_per_epoch), lines
     except DataError as error:  # the stage knows its section by its usual name only
         hint = None if error.hint is None else error.hint.replace("dataset.", f"{key}.")
         raise DataError(f"{key}{error.message.removeprefix('dataset')}", hint=hint) from error

@@ -67,6 +67,11 @@ class SamplingInputs:
         """Completions of one prompt that are asked for at once."""
         return max(one.task.settings.num_generations for one in self.held_out)
 
+    @property
+    def most_images(self) -> int:
+        """Images of one prompt, as far as prompts are known."""
+        return max(one.most_images for one in self.held_out)
+
     def most_completions(self, engines: int) -> int:
         """Count the completions that each of several engines is asked for at once."""
         return max(one.completions(engines) for one in self.held_out)
@@ -107,6 +112,11 @@ class Inputs(SamplingInputs):
         """See above."""
         evaluated = [one.task.settings.num_generations for one in self.held_out]
         return max([self.recipe.grpo.num_generations, *evaluated])
+
+    @property
+    def most_images(self) -> int:
+        """See above."""
+        return max([self.prompts.most_images, *(one.most_images for one in self.held_out)])
 
     def most_completions(self, engines: int) -> int:
         """See above."""

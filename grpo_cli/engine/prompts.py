@@ -26,6 +26,7 @@ class LoadedPrompts:
         first: One of them.
         probe: One with images, if there are some: what is tried before training is tried on it.
         longest: Tokens of the longest one; what `max_prompt_length` allows if not all are prepared yet; None: not known.
+        most_images: Images of a prompt that has most, of those that are known.
         lines: What to tell a person about the dataset.
     """
 
@@ -33,6 +34,7 @@ class LoadedPrompts:
     first: Prompt
     probe: Prompt
     longest: int | None
+    most_images: int
     lines: Sequence[str]
 
     @property
@@ -73,5 +75,6 @@ def load_prompts(
         first=found.first,
         probe=found.first_with_images or found.first,
         longest=found.lengths.maximum if found.complete and not found.unmeasured else section.max_prompt_length,
-        lines=found.lines(),
+        most_images=0 if found.images is None else found.images.most,
+        lines=[*vision.overlooked(rows, section), *found.lines()],
     )

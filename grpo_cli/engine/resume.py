@@ -13,6 +13,7 @@ from grpo_cli.engine.run_length import Done
 from grpo_cli.engine.state import RunState, read_recipe, read_state
 from grpo_cli.errors import CheckpointError
 from grpo_cli.recipe.compare import changed_keys
+from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.load import LoadedRecipe
 
 _FIXED = (
@@ -106,8 +107,8 @@ def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any], say: Callab
         if key.startswith(_FIXED):
             adapters = (before.get("model") or {}).get("lora") is not None
             raise CheckpointError(
-                f"--resume: {key} was {then!r} in the checkpoint's run, is {value!r}",
+                f"--resume: {key} was {show(then)} in the checkpoint's run, is {show(value)}",
                 hint="resume with the value of that run"
                 + ("" if adapters else "; a new run can start from the checkpoint's folder `model`"),
             )
-        say(f"resuming with a changed recipe: {key} was {then!r}, is {value!r}")
+        say(f"resuming with a changed recipe: {key} was {show(then)}, is {show(value)}")

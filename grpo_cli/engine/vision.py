@@ -4,10 +4,13 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 
-from grpo_cli.data.image_columns import has_images
+from grpo_cli.data.image_columns import has_images, overlooked_images
 from grpo_cli.errors import DataError
+from grpo_cli.policy.load import load_config
 from grpo_cli.policy.load_vision import load_vision
-from grpo_cli.recipe.schema import ModelSection
+from grpo_cli.recipe.overlooked_images import overlooked_line
+from grpo_cli.recipe.schema import DatasetSection, ModelSection
+from grpo_cli.vision.inputs import is_vision_language
 from grpo_cli.vision.processor import VisionProcessor
 
 
@@ -44,3 +47,16 @@ class VisionLoader:
                 "such as `{picture: image}`",
             )
         return self.loaded
+
+    def overlooked(
+        self, rows: Dataset | IterableDataset, section: DatasetSection, *, key: str = "dataset"
+    ) -> list[str]:
+        """Give a line about images of a dataset that no prompt shows, though the model could see them.
+
+        Args:
+            rows: With columns as the recipe calls them.
+            section: What it says of them.
+            key: Where it says so.
+        """
+        line = overlooked_line(key, section, overlooked_images(rows))
+        return [line] if line is not None and is_vision_language(load_config(self._section, self._folder)) else []

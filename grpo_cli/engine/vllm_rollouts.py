@@ -13,6 +13,7 @@ from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.rollouts import Told, dtype_name
 from grpo_cli.engine.started_server import StartedServerEngine, wait_for
+from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_weights import AdapterWeights, FrozenWeights
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_config, prepared_location
@@ -115,6 +116,7 @@ def open_servers(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack:
             longest=inputs.longest_sequence,
             num_generations=inputs.most_generations,
             image_options=_image_options(inputs),
+            most_images=inputs.most_images,
         ),
         server_timeout=section.server_timeout,
         on_progress=told.progress,
@@ -156,8 +158,19 @@ def _start_server(inputs: SamplingInputs, dtype: str, token: str, told: Told, st
 
 
 def _arguments(inputs: SamplingInputs, dtype: str) -> dict[str, Any]:
-    """Say what engine to build for this run's model and lengths."""
+    """Say what engine to build for this run's model and lengths.
+
+    Raises:
+        ModelError: If `vllm.engine` allows fewer images of a prompt than there are.
+    """
     recipe = inputs.recipe
+    limits = recipe.vllm.engine.get("limit_mm_per_prompt")
+    allowed = limits.get("image") if isinstance(limits, Mapping) else None
+    if isinstance(allowed, int) and allowed < inputs.most_images:
+        raise ModelError(
+            f"vllm.engine: limit_mm_per_prompt: found {allowed} for image, but prompts of this run have up to {inputs.most_images}",
+            hint="raise it, or leave it out",
+        )
     model, tokenizer = recipe.model, recipe.model.tokenizer_name_or_path
     return engine_arguments(
         recipe.vllm,

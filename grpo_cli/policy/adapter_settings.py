@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import ModelError
+from grpo_cli.hub import stay_offline_without_network
 from grpo_cli.recipe.schema import LoraSection
 
 CONFIG_FILE = "adapter_config.json"
@@ -57,6 +58,7 @@ def adapters_folder(name_or_path: str, folder: Path) -> Path:
         raise ModelError(
             f"{_KEY}: {name_or_path} does not exist", hint=f"paths are taken from {folder} and from {Path.cwd()}"
         )
+    stay_offline_without_network()
     from huggingface_hub import snapshot_download  # noqa: PLC0415  most runs do without
 
     try:

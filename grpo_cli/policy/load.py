@@ -30,6 +30,7 @@ from grpo_cli.policy.adapters import attach_adapters, keep_as_reference, load_ad
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import check_whole, compute_with_rounded_weights, let_go_of_files, quantization_config
+from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.inputs import is_vision_language
 
@@ -200,6 +201,11 @@ def _config_at(section: ModelSection, location: ModelLocation) -> Any:
         location.name_or_path, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
     check_whole(config, name)
+    if section.processor_kwargs and not is_vision_language(config):
+        raise ModelError(
+            f"model.processor_kwargs: found {show(section.processor_kwargs)}, but {name} reads text only and has no processor of images",
+            hint="leave it out, or name a vision-language model in model.name_or_path",
+        )
     return config
 
 
@@ -207,7 +213,7 @@ def load_config(section: ModelSection, folder: Path) -> Any:
     """Load the configuration of a recipe's model.
 
     Raises:
-        ModelError: If it is not found.
+        ModelError: If it is not found, holds adapters or quantized weights, or the recipe has options for images, of which it reads none.
     """
     location = prepared_location(section.name_or_path, folder)
     with explained(section.name_or_path):

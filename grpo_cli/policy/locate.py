@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_cli.errors import ModelError
+from grpo_cli.hub import stay_offline_without_network
 from grpo_cli.recipe.schema import ModelSection
 
 PACKAGE_PREFIX = "package://"
@@ -47,6 +48,7 @@ def locate_model(name_or_path: str, folder: Path) -> ModelLocation:
             f"model.name_or_path: {name_or_path} does not exist",
             hint=f"paths are taken from {folder} and from {Path.cwd()}",
         )
+    stay_offline_without_network()
     return ModelLocation(name_or_path=name_or_path)
 
 

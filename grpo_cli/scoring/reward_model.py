@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_cli.errors import ModelError
+from grpo_cli.hub import stay_offline_without_network
 
 _UNLIMITED = 10**9
 """Tokenizers that know no limit name a far larger one."""
@@ -109,6 +110,8 @@ def load_reward_model(
         ModelError: If it does not load or has another number of labels than one.
     """
     local = folder / name
+    if not local.is_dir():
+        stay_offline_without_network()
     source = str(local) if local.is_dir() else name
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

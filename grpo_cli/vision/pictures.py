@@ -15,6 +15,20 @@ _WHITE = 255
 _LEVELS_16_TO_8 = 65_535 // _WHITE
 
 
+class DamagedImageError(ValueError):
+    """An encoded image cannot be decoded, or is none.
+
+    Args:
+        content: The image.
+        reason: What its decoder says.
+    """
+
+    def __init__(self, content: bytes, reason: str) -> None:
+        super().__init__(f"an image cannot be read: {reason}")
+        self.content = content
+        self.reason = reason
+
+
 def opened(content: bytes) -> Image.Image:
     """Open an encoded image, of which the pixels are read when they are looked at.
 
@@ -51,9 +65,9 @@ def pixels_of(content: bytes) -> int:
     """Count an encoded image's pixels, for which only its head is read.
 
     Raises:
-        ValueError: If it is none.
+        DamagedImageError: If it is none.
     """
-    with _explained():
+    with _explained(content):
         image = opened(content)
     return image.width * image.height
 
@@ -62,16 +76,16 @@ def decoded(content: bytes) -> Image.Image:
     """Read an encoded image as a model is shown it: upright, in RGB.
 
     Raises:
-        ValueError: If it is none, or is damaged.
+        DamagedImageError: If it is none, or is damaged.
     """
-    with _explained():
+    with _explained(content):
         return as_rgb(ImageOps.exif_transpose(opened(content)))
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(content: bytes) -> Iterator[None]:
     """Make one kind of error of what decoders meet in damaged files, which is of many."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"an image cannot be read: {error}") from error
+        raise DamagedImageError(content, " ".join(str(error).split()) or type(error).__name__) from error

@@ -64,7 +64,8 @@ class VisionProcessor:
             images: Encoded (PNG, JPEG ...), in the order of the placeholders; at least one.
 
         Raises:
-            ValueError: If the text has another number of placeholders, or an image cannot be read.
+            DamagedImageError: If an image cannot be read.
+            ValueError: If the text has another number of placeholders.
         """
         places = text.count(self._processor.image_token)  # not every family's processor counts
         if places != len(images):
@@ -80,7 +81,7 @@ class VisionProcessor:
             images: Encoded; at least one.
 
         Raises:
-            ValueError: If an image cannot be read.
+            DamagedImageError: If an image cannot be read.
         """
         kept = self._tensors.get(images)
         if kept is not None:

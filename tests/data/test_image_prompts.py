@@ -13,7 +13,8 @@ from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
 from transformers import AutoProcessor, AutoTokenizer
 
-from grpo_cli.data.preflight import preflight, preflight_stream
+from grpo_cli.data.images import ImagePlaces
+from grpo_cli.data.preflight import MEASURED, preflight, preflight_stream
 from grpo_cli.data.prompts import PromptBuilder, Rejected, prompt_id
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.data.streaming import StreamingPromptSampler
@@ -54,11 +55,13 @@ def processor_of(folder: Path) -> Any:
 def make(vision_folder: Callable[[str], Path]) -> MakeBuilder:
     """Make a builder for a family's processor from keys of the recipe's `dataset:`."""
 
-    def builder(family: str = "qwen2_5_vl", *, reads_images: bool = True, **keys: Any) -> PromptBuilder:
+    def builder(
+        family: str = "qwen2_5_vl", *, reads_images: bool = True, places: ImagePlaces | None = None, **keys: Any
+    ) -> PromptBuilder:
         folder = vision_folder(family)
         vision = VisionProcessor(processor_of(folder)) if reads_images else None
         section = DatasetSection(name="rows", **keys)
-        return PromptBuilder(AutoTokenizer.from_pretrained(folder), section, vision=vision)
+        return PromptBuilder(AutoTokenizer.from_pretrained(folder), section, vision=vision, places=places)
 
     return builder
 
@@ -168,23 +171,23 @@ def test_the_system_prompt_and_template_variables_work_with_images(make: MakeBui
         (
             [user(PLACE, text("a"))],
             {"images": [RED, BLUE]},
-            "the messages have 1 places for images of the row, which has 2",
+            "the messages have 1 place(s) for images of the row, which has 2",
         ),
-        ([user(PLACE, text("a"))], {"images": []}, "the messages have 1 places for images of the row, which has 0"),
+        ([user(PLACE, text("a"))], {"images": []}, "the messages have 1 place(s) for images of the row, which has 0"),
         (
             [user({**PLACE, "image": RED})],
             {"image": BLUE},
-            "the messages have 0 places for images of the row, which has 1",
+            "the messages have 0 place(s) for images of the row, which has 1",
         ),
         ([{"role": "system", "content": "a"}], {"image": RED}, "no message has the role user"),
         ("a", {"image": RED}, "prompt is a string, which has no place for images"),
-        ([user(text("a"))], {"images": [RED, b"?"]}, "image 2 cannot be read: its format is not known"),
         (
             [user(text("a"))],
-            {"image": RED[:60]},
-            "the model's processor refuses the prompt with 1 images: an image cannot be",
+            {"images": [RED, b"?"]},
+            "image 2 (column `images`) cannot be read: its format is not known",
         ),
-        ([user(text("a <|image_pad|>"))], {"image": RED}, "the model's processor refuses the prompt with 1 images"),
+        ([user({**PLACE, "image": b"?"})], {}, "image 1 (column `prompt`) cannot be read: its format is not known"),
+        ([user(text("a <|image_pad|>"))], {"image": RED}, "the model's processor refuses the prompt with 1 image(s)"),
     ],
 )
 def test_what_does_not_fit_together_names_the_row(make: MakeBuilder, prompt: Any, columns: Any, message: str) -> None:
@@ -192,6 +195,30 @@ def test_what_does_not_fit_together_names_the_row(make: MakeBuilder, prompt: Any
         build(make(), prompt, **columns)
     assert raised.value.message.startswith("dataset: row 3: ")
     assert message in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "column", "source"),
+    [
+        ({"image": RED[:60]}, "photo", ""),
+        ({"image": {"bytes": RED[:60], "path": "a/1.png"}}, "photo", " from a/1.png"),
+        ({"image": "half.png"}, "photo", " from half.png"),
+        ({"images": [Path("half.png")]}, "images", " from half.png"),
+        ({"prompt": [user({**PLACE, "path": "half.png"}, text("a"))]}, "prompt", " from half.png"),
+    ],
+)
+def test_an_image_that_is_cut_short_is_blamed_itself(
+    make: MakeBuilder, given: Any, column: str, source: str, tmp_path: Path
+) -> None:
+    """Its head is sound, so that it shows only when its pixels are read."""
+    (tmp_path / "half.png").write_bytes(RED[:60])
+    builder = make(conversational=True, columns={"image": "photo"}, places=ImagePlaces(folders=(tmp_path,)))
+    with pytest.raises(DataError) as raised:
+        builder.build({"prompt": "a", **given}, UID)
+    start, end = f"dataset: row 3: image 1 (column `{column}`) cannot be read{source}: ", "truncated (60 bytes)"
+    assert raised.value.message.startswith(start)
+    assert raised.value.message.endswith(end)
+    assert raised.value.hint is None
 
 
 def test_a_text_with_an_images_token_and_no_image_is_rejected(make: MakeBuilder) -> None:
@@ -245,11 +272,21 @@ def test_all_rows_are_told_of_and_a_share_is_prepared(make: MakeBuilder) -> None
     all_of_them, share = (preflight(rows, builder, measured=measured) for measured in (None, 20))
     assert share.kept == all_of_them.kept
     assert all_of_them.unmeasured == 0
-    # Every tenth row, those of them without an image do not count; and the first batch up to the first prompt.
-    assert 15 <= 150 - share.unmeasured <= 20 + 32
+    assert 150 - share.unmeasured == 20, "every tenth row, of which each has an image"
     assert "images: 150 of 200 prompts, 1 each; image tokens of a prompt: mean 4.0, up to 4" in all_of_them.lines()
     assert "that were prepared; the others are when they are drawn" in "".join(share.lines())
     assert all(isinstance(row["image"], bytes | None) for row in rows)
+
+
+@pytest.mark.parametrize("count", [257, 512, 1024])
+def test_no_more_are_prepared_than_is_said(make: MakeBuilder, count: int) -> None:
+    """Also where the first row has no image, so that another one than those spread evenly comes first."""
+    rows = Dataset.from_dict({"prompt": ["Row"] * count, "image": [None, *([RED] * (count - 1))]})
+    found = preflight(rows, make(conversational=True))
+    assert found.images is not None
+    assert MEASURED / 2 <= found.images.measured <= MEASURED
+    assert found.first_with_images is not None
+    assert found.first_with_images.uid == "0:1"
 
 
 def test_a_stream_says_what_its_first_rows_have(make: MakeBuilder) -> None:

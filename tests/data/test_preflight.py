@@ -29,7 +29,7 @@ def test_usable_rows_stay_in_order_and_the_others_are_counted(builder: Builder) 
     found = preflight(rows, builder(max_prompt_length=8))
     assert list(found.kept) == [0, 4]
     assert {reason: (one.count, one.first_rows) for reason, one in found.rejected.items()} == {
-        "prompt is None": (1, (1,)),
+        "prompt is null": (1, (1,)),
         "prompt is longer than 8 tokens": (1, (2,)),
         "prompt is empty": (7, (3, 5, 6, 7, 8)),
     }
@@ -52,7 +52,7 @@ def test_lines_say_everything(builder: Builder) -> None:
         "prompts: 3 from 1,204 rows",
         "prompt tokens: 2 to 10, mean 5.3, 95 % up to 10",
         "cut from the left: 1 prompt to 10 tokens",
-        "left out: 1 row, prompt is None (row 2)",
+        "left out: 1 row, prompt is null (row 2)",
         "left out: 1,200 rows, prompt is empty (rows 3, 4, 5, 6, 7, ...)",
     ]
 
@@ -93,7 +93,7 @@ def test_where_all_prompts_are_too_long_the_hint_is_their_length(builder: Builde
 
 def test_a_dataset_without_usable_rows_is_refused_with_the_reasons(builder: Builder) -> None:
     rows = Dataset.from_dict({"prompt": ["", None, ""]})
-    message = r"none of 3 rows gives a prompt: 2 rows, prompt is empty \(rows 0, 2\); 1 row, prompt is None \(row 1\)"
+    message = r"none of 3 rows gives a prompt: 2 rows, prompt is empty \(rows 0, 2\); 1 row, prompt is null \(row 1\)"
     with pytest.raises(DataError, match=message):
         preflight(rows, builder())
     with pytest.raises(DataError, match="it has no rows"):

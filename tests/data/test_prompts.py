@@ -132,7 +132,7 @@ def test_prompts_tokenized_together_are_those_tokenized_one_by_one(
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        (None, "prompt is None"),
+        (None, "prompt is null"),
         ("", "prompt is empty"),
         (" \n", "prompt is empty"),
         ([], "prompt is empty"),
@@ -215,7 +215,13 @@ def test_a_template_that_refuses_the_prompt_is_quoted(builder: Builder) -> None:
             [{"role": "user", "content": 5}],
             "row 3: message 0: content is int; allowed: a string or a list of parts",
         ),
+        ([None], "row 3: message 0 is null"),
+        ([{"role": None, "content": "x"}], "row 3: message 0 has no `role`; it has content"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "row 3: message 0: content has a part of type audio"),
+        ([{"role": "user", "content": [{"type": None, "text": "x"}]}], "content has a part without a type"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "content has a text without `text`"),
+        ([{"role": "user", "content": [None]}], "message 0: content has null"),
+        ([{"role": "user", "content": ["x"]}], "message 0: content has str as a part"),
         ([{"role": "user", "content": [{"type": "image"}]}], "row 3: a message has an image, but no row before it has"),
     ],
 )

@@ -173,7 +173,7 @@ def test_progress_is_a_fraction_of_the_usable_rows() -> None:
     assert (sampler.rows_per_epoch, sampler.epoch) == (10, 0.0)
     sampler.take(15)
     assert sampler.epoch == 1.5
-    assert sampler.rejected == {"prompt is empty": 1, "prompt is None": 1}
+    assert sampler.rejected == {"prompt is empty": 1, "prompt is null": 1}
 
 
 def test_progress_of_a_stream_is_the_epochs_it_completed() -> None:
@@ -181,7 +181,7 @@ def test_progress_of_a_stream_is_the_epochs_it_completed() -> None:
     assert (sampler.rows_per_epoch, sampler.epoch) == (None, 0.0)
     sampler.take(len(USABLE) + 1)
     assert sampler.epoch == 1.0
-    first_epoch = {"prompt is empty": 1, "prompt is None": 1}
+    first_epoch = {"prompt is empty": 1, "prompt is null": 1}
     assert all(sampler.rejected[reason] >= count for reason, count in first_epoch.items())
 
 
@@ -229,7 +229,7 @@ def test_resuming_with_fewer_rows_is_refused() -> None:
 
 def test_a_stream_without_prompts_is_an_error_and_not_an_endless_loop() -> None:
     with pytest.raises(
-        DataError, match=r"no row of a whole epoch gives a prompt: prompt is empty \(2\), prompt is None \(1\)"
+        DataError, match=r"no row of a whole epoch gives a prompt: prompt is empty \(2\), prompt is null \(1\)"
     ):
         streamed(["", None, ""]).take(1)
 

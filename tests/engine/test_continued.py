@@ -64,7 +64,7 @@ def test_another_model_below_is_told(tiny_model_folder: Path, trained: Path, tmp
     assert going_on(link, trained).notices == ()
     write_settings(trained, revision="abc")
     assert going_on(tiny_model_folder, trained).notices == (
-        f"{KEY}: they were trained on revision abc; model.revision is None",
+        f"{KEY}: they were trained on revision abc; model.revision is null",
     )
 
 
@@ -72,10 +72,10 @@ def test_other_rounded_weights_below_are_told(tiny_model_folder: Path, trained: 
     below = ModelSection(name_or_path=str(tiny_model_folder), quantization="4bit", bnb_4bit_quant_type="fp4")
     write_quantization(below, trained)
     assert going_on(tiny_model_folder, trained).notices == (
-        f"{KEY}: they were trained with model.quantization: 4bit; the recipe's is None",
+        f'{KEY}: they were trained with model.quantization: "4bit"; the recipe\'s is null',
     )
     assert going_on(tiny_model_folder, trained, quantization="4bit").notices == (
-        f"{KEY}: they were trained with model.bnb_4bit_quant_type: fp4; the recipe's is nf4",
+        f'{KEY}: they were trained with model.bnb_4bit_quant_type: "fp4"; the recipe\'s is "nf4"',
     )
     assert going_on(tiny_model_folder, trained, quantization="4bit", bnb_4bit_quant_type="fp4").notices == ()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from e2e.experiment import Experiment, make_experiment
 from PIL import Image
 
@@ -97,6 +98,27 @@ def test_nothing_for_images_is_loaded_for_text(experiment: Experiment) -> None:
     assert load(load_recipe(experiment.recipe, []))[1].loaded is None
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_that_no_prompt_shows_are_told_of(
+    experiment: Experiment, tiny_model_folder: Path, streaming: bool
+) -> None:
+    rows = [{"prompt": "How bright?", "photo": Image.new("L", (8, 8))}] * 4
+    Dataset.from_list(rows).to_parquet(str(experiment.folder / "rows.parquet"))
+    changes = [f"dataset.streaming={streaming}", "dataset.name=rows.parquet", "train.max_steps=1"]
+    changes += ["rewards.reward_funcs=[my_rewards.few_letters]", "eval=null"]
+    sees = load_recipe(experiment.recipe, [*changes[:-1], "eval.dataset.name=rows.parquet"])
+    told = "images of column `photo`: no prompt shows them; `dataset.columns: {image: photo}` would, "
+    assert load(sees)[0].lines[0].startswith(told)
+    told = "evaluation images of column `photo`: no prompt shows them; `eval.dataset.columns: {image: photo}` would, "
+    assert held_out(sees).lines[0].startswith(told)
+    mapped, vision = load(load_recipe(experiment.recipe, [*changes, "dataset.columns={image: photo}"]))
+    assert vision.loaded is not None
+    reads = load_recipe(experiment.recipe, [*changes, f"model.name_or_path={tiny_model_folder}"])
+    named = load_recipe(experiment.recipe, [*changes, "dataset.columns={photo: photo}"])
+    for lines in (mapped.lines, load(reads)[0].lines, load(named)[0].lines):
+        assert not [line for line in lines if "no prompt shows" in line]
+
+
 def test_a_model_that_reads_text_only_is_refused(experiment: Experiment, tiny_model_folder: Path) -> None:
     loaded = load_recipe(experiment.recipe, [f"model.name_or_path={tiny_model_folder}"])
     with pytest.raises(DataError, match=r"it has images, but .* is a model that reads text only") as raised:
@@ -108,7 +130,9 @@ def test_a_model_that_reads_text_only_is_refused(experiment: Experiment, tiny_mo
 
 def test_a_missing_file_is_told_with_its_row(experiment: Experiment) -> None:
     (experiment.folder / "rows" / "1.png").unlink()
-    with pytest.raises(DataError, match=r"row 1: image 1: 1\.png does not exist; paths are taken from .*/rows, "):
+    with pytest.raises(
+        DataError, match=r"row 1: image 1 \(column `image`\): 1\.png does not exist; paths are taken from .*/rows, "
+    ):
         load(load_recipe(experiment.recipe, []))
 
 

@@ -27,12 +27,33 @@ def experiment(vision_folder: Callable[[str], Path], tmp_path: Path) -> Experime
     return make_image_experiment(tmp_path, vision_folder("qwen2_5_vl"))
 
 
-def test_a_server_that_does_not_see_is_refused_before_the_first_step(experiment: Experiment) -> None:
-    with ProtocolServer(max_images=0) as server:
+@pytest.mark.parametrize(
+    ("takes", "told"),
+    [
+        (0, "it takes no images, but prompts of this run have some"),
+        (1, r"it takes 1 image\(s\) of a prompt, but prompts of this run have up to 2"),
+    ],
+)
+def test_a_server_that_does_not_see_or_not_enough_is_refused_before_the_first_step(
+    takes: int, told: str, experiment: Experiment
+) -> None:
+    with ProtocolServer(max_images=takes) as server:
         settings = ["vllm.mode=server", f"vllm.server_base_urls=[{server.url}]"]
         server.always["/grpo/status"] = lambda right: {**right, "sizes": {}}
-        with pytest.raises(ModelError, match=f"{server.url}: it takes no images, but prompts of this run have some"):
+        with pytest.raises(ModelError, match=f"{server.url}: {told}"):
             run(load_recipe(experiment.recipe, settings))
+
+
+@pytest.mark.parametrize("mode", [("vllm.mode=colocate",), ("vllm.mode=server", "vllm.start=true")])
+def test_a_limit_of_images_that_prompts_exceed_is_told_before_vllm_starts(
+    mode: tuple[str, ...], experiment: Experiment
+) -> None:
+    settings = [*mode, "vllm.engine={limit_mm_per_prompt: {image: 1}}"]
+    with pytest.raises(
+        ModelError, match=r"limit_mm_per_prompt: found 1 for image, but prompts of this run have up to 2"
+    ):
+        run(load_recipe(experiment.recipe, settings))
+    assert not list(experiment.folder.rglob("vllm-server.log"))
 
 
 def test_vllm_samples_what_the_trainer_would_have_in_its_process_and_in_a_server_that_it_starts(

@@ -178,18 +178,18 @@ def test_a_machine_is_this_one_or_what_is_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command_prints_parts_bottleneck_and_verdict(large: Path) -> None:
-    def told(*arguments: str) -> str:
+    def told(*arguments: str, code: int) -> str:
         command = ["plan", "recipes/qwen2.5-72b.yaml", f"model.name_or_path={large}", *arguments]
         outcome = CliRunner().invoke(app, command, obj=_Options())
-        assert outcome.exit_code == 0, outcome.output
+        assert outcome.exit_code == code, outcome.output
         return outcome.output
 
-    fitting = told("--gpus", "32", "--gpu-memory", "80")
+    fitting = told("--gpus", "32", "--gpu-memory", "80", code=0)
     for part in ("72.7B parameters", "deepspeed_zero3", "weights", "gradients", "optimizer", "activations", "head"):
         assert part in fitting
     assert "bottleneck" in fitting
     assert "\nfits: " in fitting
-    too_large = told("--gpus", "8", "--gpu-memory", "80")
+    too_large = told("--gpus", "8", "--gpu-memory", "80", code=6)
     assert "does not fit" in too_large
     assert "fits with --gpus 32" in too_large
 

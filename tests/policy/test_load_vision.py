@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tiny_vision_models import VISION_FAMILIES
 from transformers import AutoProcessor
 from vision_prompts import PICTURES
 
 from grpo_cli.errors import ModelError
+from grpo_cli.policy.load import load_config, load_model, load_shapes
 from grpo_cli.policy.load_vision import load_vision, processor_files
+from grpo_cli.recipe.load import load_recipe
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.vision.processor import VisionProcessor
 
@@ -63,6 +66,26 @@ def test_options_that_one_of_them_knows_are_taken(
     family: str, options: dict[str, Any], vision_folder: Callable[[str], Path]
 ) -> None:
     assert load(vision_folder(family), processor_kwargs=options).settings
+
+
+def test_the_recipes_options_are_taken_where_a_processor_is_made_and_where_it_is_called(
+    vision_folder: Callable[[str], Path],
+) -> None:
+    """vLLM gives them with every call, for which `max_pixels` is deprecated: a warning, and so an error here."""
+    options = load_recipe(Path("recipes/vlm.yaml"), look_for_files=False).recipe.model.processor_kwargs
+    most = options["size"]["longest_edge"]
+    folder = vision_folder("qwen2_5_vl")
+    large = Image.new("RGB", (1000, 1000))
+    patches = []
+    for made, given in ((options, {}), ({}, options)):
+        found = AutoProcessor.from_pretrained(folder, **made).image_processor(
+            images=[large], return_tensors="pt", **given
+        )
+        patches.append(int(found["image_grid_thw"].prod()))
+    side = 4  # pixels of a patch of the tiny model's
+    assert 0.9 * most < side**2 * patches[0] <= most < 1000**2
+    assert patches[0] == patches[1]
+    assert load(folder, processor_kwargs=options).settings["image_processor"]["size"]["longest_edge"] == most
 
 
 def test_another_tokenizer_is_refused(vision_folder: Callable[[str], Path], tiny_model_folder: Path) -> None:
@@ -129,3 +152,15 @@ def test_the_saved_files_have_the_template_that_was_trained_with(
         assert opened.apply_chat_template([TURN], tokenize=False) == vision.render([TURN])
         tensors = VisionProcessor(opened).tensors(PICTURES[:2])
         assert all(torch.equal(tensors[name], tensor) for name, tensor in vision.tensors(PICTURES[:2]).items())
+
+
+@pytest.mark.parametrize("load_it", [load_model, load_shapes, load_config])
+def test_options_for_a_model_that_reads_text_only_are_refused(
+    load_it: Callable[..., Any], tiny_model_folder: Path
+) -> None:
+    section = ModelSection(name_or_path=str(tiny_model_folder), processor_kwargs={"max_patches": 2})
+    with pytest.raises(
+        ModelError,
+        match=r'^model\.processor_kwargs: found the mapping {"max_patches": 2}, but .* reads text only',
+    ):
+        load_it(section, folder=tiny_model_folder)

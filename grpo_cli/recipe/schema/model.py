@@ -92,7 +92,8 @@ class ModelSection:
     chat_template_path: str | None = option(None, help="Jinja file that replaces the tokenizer's chat template.")
     processor_kwargs: dict[str, Any] = option(
         factory=dict,
-        help="Options of a vision-language model's processor, such as `{max_pixels: 602112}` for Qwen2.5-VL; fewer pixels are fewer tokens.",
+        help="Options of a vision-language model's processor, such as `{size: {shortest_edge: 3136, longest_edge: 602112}}`, the fewest and "
+        "the most pixels of an image for Qwen2.5-VL; fewer pixels are fewer tokens.",
     )
     freeze: list[str] = option(
         factory=list,

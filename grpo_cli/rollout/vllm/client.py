@@ -21,7 +21,7 @@ import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from grpo_cli import __version__
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, causes
 from grpo_cli.rollout.engine import EngineLostError
 from grpo_cli.rollout.vllm.completion import SampledTokens
 from grpo_cli.rollout.vllm.limits import AFTER_IMAGES, AFTER_TEXT
@@ -364,10 +364,9 @@ def _first_line(answer: httpx.Response) -> str:
 
 def _reason(error: BaseException) -> str:
     """Give the system's own words for why a connection failed, which lie several exceptions deep."""
-    reason, cause = str(error).rstrip(".") or type(error).__name__, error.__cause__ or error.__context__
-    while cause is not None:
+    reason = str(error).rstrip(".") or type(error).__name__
+    for cause in causes(error):
         if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and cause.errno is not None:
             known = cause.errno in errno.errorcode  # a name that does not resolve has a number of its own
             reason = (os.strerror(cause.errno) if known else cause.strerror or reason).lower()
-        cause = cause.__cause__ or cause.__context__
     return reason

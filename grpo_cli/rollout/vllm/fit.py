@@ -1,10 +1,12 @@
 """Whether a server is the one that a run needs: with the same model, in the same precision, for as much as it will be asked."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import ModelError
+from grpo_cli.rollout.vllm.prompt_images import more_images_hint
 
 if TYPE_CHECKING:
     from grpo_cli.rollout.vllm.client import ServerStatus
@@ -24,6 +26,7 @@ class Needs:
         longest: Longest prompt and completion together in tokens; None: not known.
         num_generations: Most completions of one prompt.
         image_options: Of what prepares the images of its prompts; None: they have none.
+        most_images: Most images of one prompt, of those that are known before training.
     """
 
     model: str = "another model"
@@ -33,6 +36,7 @@ class Needs:
     longest: int | None = None
     num_generations: int = 1
     image_options: Mapping[str, Any] | None = None
+    most_images: int = 0
 
 
 def model_sizes(config: Any) -> dict[str, int]:
@@ -100,9 +104,14 @@ def _check_sight(server: str, status: "ServerStatus", needs: Needs) -> None:
             f"{server}: it takes no images, but prompts of this run have some",
             hint=f"start it with a model that sees, as {needs.model} does: `grpo vllm-serve RECIPE`",
         )
+    if status.max_images < needs.most_images:
+        raise ModelError(
+            f"{server}: it takes {status.max_images} image(s) of a prompt, but prompts of this run have up to {needs.most_images}",
+            hint=more_images_hint(needs.most_images),
+        )
     if status.image_options != needs.image_options:
         raise ModelError(
-            f"{server}: it prepares images with the options {dict(status.image_options)}, but this run with {dict(needs.image_options)} "
+            f"{server}: it prepares images with the options {json.dumps(status.image_options)}, but this run with {json.dumps(needs.image_options)} "
             "(model.processor_kwargs)",
             hint="start it with this recipe: `grpo vllm-serve RECIPE`",
         )

@@ -65,6 +65,21 @@ class ImagePrompt:
         """Say it as a request does, with the images as they are."""
         return {"uid": self.uid, "prompt": self.ids, "unexpanded": self.unexpanded, "images": self.images}
 
+    def check_number(self, most: int) -> None:
+        """Refuse more images than vLLM was told to take.
+
+        Args:
+            most: Images of one prompt.
+
+        Raises:
+            TrainingError: If there are more.
+        """
+        if len(self.images) > most:
+            raise TrainingError(
+                f"prompt {self.uid}: it has {len(self.images)} images; vLLM takes {most} of a prompt here",
+                hint=more_images_hint(len(self.images)) if most else "serve a model that sees",
+            )
+
     def opened(self) -> dict[str, Any]:
         """Give what vLLM's renderer takes.
 
@@ -103,6 +118,24 @@ class ImagePrompt:
         return answer
 
 
+def more_images_hint(number: int) -> str:
+    """Say how to let vLLM take a number of images with a prompt."""
+    return (
+        f'start the server with `--engine "limit_mm_per_prompt={{image: {number}}}"`; where this run starts vLLM, it is '
+        f"`vllm.engine: {{limit_mm_per_prompt: {{image: {number}}}}}`"
+    )
+
+
+def images_per_prompt(engine: Any) -> int:
+    """Ask how many images vLLM takes with one prompt; 0: it serves a model that reads text only.
+
+    Args:
+        engine: vLLM's, or its client of one.
+    """
+    sight = engine.vllm_config.model_config.multimodal_config
+    return 0 if sight is None else int(sight.get_limit_per_prompt("image"))
+
+
 def rendered(prompt: Prompt, *, tokenizer: Any, engine: Any) -> Any:
     """Give a prompt in the form that vLLM's engine in this process takes.
 
@@ -112,11 +145,12 @@ def rendered(prompt: Prompt, *, tokenizer: Any, engine: Any) -> Any:
         engine: vLLM's `LLMEngine`.
 
     Raises:
-        TrainingError: If vLLM does not take the images, or makes other tokens of the prompt than the model is trained on.
+        TrainingError: If vLLM does not take the images or so many, or makes other tokens of the prompt than the model is trained on.
     """
     if not prompt.images:
         return {"type": "token", "prompt_token_ids": list(prompt.ids)}
     asked = ImagePrompt.of(prompt, tokenizer)
+    asked.check_number(images_per_prompt(engine))
     with asked.explained():
         (answer,) = engine.renderer.render_cmpl([asked.opened()])
     return asked.checked(answer)

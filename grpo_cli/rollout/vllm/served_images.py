@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.vllm.engine_parameters import engine_parameters
-from grpo_cli.rollout.vllm.prompt_images import ImagePrompt
+from grpo_cli.rollout.vllm.prompt_images import ImagePrompt, images_per_prompt
 
 
 async def completed_after_images(
@@ -38,12 +38,27 @@ async def completed_after_images(
     except Exception as error:  # they are made of the request alone
         raise TrainingError(f"prompt {prompt.uid}: {error}") from error
     async with opening:
+        prompt.check_number(images_per_prompt(engine))
         with prompt.explained():
             opened = await asyncio.get_running_loop().run_in_executor(threads, prompt.opened)
             (rendered,) = await engine.renderer.render_cmpl_async([opened])
-    answers = engine.generate(prompt.checked(rendered), parameters, uuid.uuid4().hex)
-    (answer,) = [answer async for answer in answers]  # one: the parameters ask for nothing before the end
+    try:
+        answers = engine.generate(prompt.checked(rendered), parameters, uuid.uuid4().hex)
+        (answer,) = [answer async for answer in answers]  # one: the parameters ask for nothing before the end
+    except BaseException:
+        _forget(rendered, engine)
+        raise
     return {"choices": [_choice(output) for output in answer.outputs]}
+
+
+def _forget(rendered: Mapping[str, Any], engine: Any) -> None:
+    """Have images sent to the engine's process when they come again: what is rendered counts as sent, and of these nobody knows."""
+    cache = engine.renderer.mm_processor_cache
+    # Older versions have none: there the next request with such an image fails, once, and is asked again.
+    forget = getattr(cache, "invalidate", None)
+    if forget is not None:
+        for name in rendered["mm_hashes"].get("image", ()):
+            forget(name)
 
 
 def _choice(output: Any) -> dict[str, Any]:

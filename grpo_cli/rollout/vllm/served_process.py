@@ -59,6 +59,7 @@ class ServedEngine:
 
         from grpo_cli import __version__  # noqa: PLC0415
         from grpo_cli.rollout.vllm.fit import model_sizes  # noqa: PLC0415
+        from grpo_cli.rollout.vllm.prompt_images import images_per_prompt  # noqa: PLC0415
 
         config = scope["app"].state.engine_client.vllm_config
         sight = config.model_config.multimodal_config
@@ -70,7 +71,7 @@ class ServedEngine:
             "vllm": vllm.__version__,
             "device": str(config.device_config.device_type),
             "max_model_len": config.model_config.max_model_len,
-            "max_images": 0 if sight is None else sight.get_limit_per_prompt("image"),
+            "max_images": images_per_prompt(scope["app"].state.engine_client),
             "image_options": {} if sight is None else sight.mm_processor_kwargs or {},
             "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
             # Each copy of the model has a scheduler of its own.

@@ -16,6 +16,7 @@ from image_experiments import ROWS, assert_sampled_as_trained, make_image_experi
 from optional_packages import needs_vllm
 from safetensors.torch import load_file
 from vision_cases import VisionCase
+from vision_prompts import SIZES, picture
 from vllm_server import TOKEN, VllmServer
 
 from grpo_cli.engine.evaluate import evaluate
@@ -151,6 +152,27 @@ def test_values_of_wrong_types_are_refused_before_the_engine_gets_them(it: Visio
         answer = served.ask("POST", AFTER_IMAGES, json={**right, name: value})
         assert (answer.status_code, "prompt 0:1: Expected" in answer.text) == (400, True), (name, value, answer.text)
     assert served.ask("POST", AFTER_IMAGES, json=right).status_code == 200
+
+
+@pytest.mark.parametrize("reason", ["other tokens", "too long"])
+def test_a_refused_request_leaves_the_next_one_with_its_image_alone(
+    it: VisionCase, served: VllmServer, engine: ServerEngine, reason: str
+) -> None:
+    """vLLM counts an image that it has prepared as sent to its engine, which a refused one never was."""
+    sampled(it, engine, 8)
+    number, (width, height) = len(reason), SIZES[0]
+    image = base64.b64encode(picture(number, width, height)).decode()  # one that it has not seen
+    right = {**request(it, n=1), "images": [image]}
+    words = list(it.processor.tokenizer.encode("word " * 300))
+    wrong = {
+        "other tokens": {"prompt": right["prompt"][:-1]},
+        "too long": {"prompt": [*right["prompt"], *words], "unexpanded": [*right["unexpanded"], *words]},
+    }
+    answer = served.ask("POST", AFTER_IMAGES, json={**right, **wrong[reason]})
+    assert answer.status_code == 400, answer.text
+    answer = served.ask("POST", AFTER_IMAGES, json=right)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] in {"length", "stop"}
 
 
 def test_what_the_engine_trusts_without_a_look_cannot_be_asked_for(it: VisionCase, served: VllmServer) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vision_cases import VisionCase
@@ -12,7 +13,11 @@ from grpo_cli.rollout.vllm.prompt_images import rendered
 
 
 class Raising:
-    """A renderer that raises what a processor may raise."""
+    """An engine that takes one image of a prompt, and whose renderer raises what a processor may raise."""
+
+    def __init__(self) -> None:
+        sight = SimpleNamespace(get_limit_per_prompt=lambda kind: {"image": 1}[kind])
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=sight))
 
     def render_cmpl(self, prompts: list[object]) -> object:
         raise KeyError(f"pixel_values of {len(prompts)}\nprompt")
@@ -34,3 +39,13 @@ def test_whatever_fails_is_told_in_one_line(
     with pytest.raises(TrainingError, match=f"vLLM does not take its images: {reason}") as raised:
         rendered(prompt, tokenizer=it.processor.tokenizer, engine=Raising())
     assert "\n" not in raised.value.message
+
+
+def test_more_images_than_vllm_takes_are_told_with_what_lets_it_take_them(
+    vision_folder: Callable[[str], Path],
+) -> None:
+    it = VisionCase(vision_folder("qwen2_5_vl"))
+    with pytest.raises(TrainingError, match=r"prompt 0:2: it has 2 images; vLLM takes 1 of a prompt here") as raised:
+        rendered(it.prompts[2], tokenizer=it.processor.tokenizer, engine=Raising())
+    assert '--engine "limit_mm_per_prompt={image: 2}"' in (raised.value.hint or "")
+    assert "`vllm.engine: {limit_mm_per_prompt: {image: 2}}`" in (raised.value.hint or "")

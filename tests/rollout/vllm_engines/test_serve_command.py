@@ -15,6 +15,7 @@ from vllm_server import free_port
 from grpo_cli.cli.app import main
 from grpo_cli.cli.serve_plan import ServePlan, serve_plan
 from grpo_cli.cli.vllm_serve import served_engine
+from grpo_cli.errors import ModelError
 from grpo_cli.rollout.vllm.arguments import engine_argument_names
 
 HAS_VLLM = bool(engine_argument_names())
@@ -181,6 +182,8 @@ def test_a_model_that_sees_is_given_images_as_the_recipe_has_them_prepared(
     assert one["limit_mm_per_prompt"] == {"image": 1}
     text = served_engine(planned(tmp_path, "", f"model.name_or_path={tiny_model_folder}"))
     assert "limit_mm_per_prompt" not in text
+    with pytest.raises(ModelError, match=r"model\.processor_kwargs: found .* reads text only"):
+        served_engine(planned(tmp_path, "", f"model.name_or_path={tiny_model_folder}", options))
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")

@@ -93,6 +93,18 @@ def test_a_server_that_takes_no_images_is_refused_where_prompts_have_some(serve:
     assert "start it with a model that sees, as seeing does: `grpo vllm-serve RECIPE`" in str(caught.value.hint)
 
 
+def test_a_server_that_takes_fewer_images_of_a_prompt_is_refused_with_the_option_that_changes_it(
+    serve: Serve, build: Build
+) -> None:
+    server = serve(max_images=2)
+    build(server, needs=Needs(image_options={}, most_images=2)).wait_until_ready(5)
+    with pytest.raises(
+        ModelError, match=rf"{server.url}: it takes 2 image\(s\) of a prompt, but prompts of this run have up to 3"
+    ) as caught:
+        build(server, needs=Needs(image_options={}, most_images=3)).wait_until_ready(5)
+    assert 'start the server with `--engine "limit_mm_per_prompt={image: 3}"`' in (caught.value.hint or "")
+
+
 def test_a_server_that_prepares_images_in_another_way_is_refused_where_prompts_have_some(
     serve: Serve, build: Build
 ) -> None:
@@ -101,6 +113,6 @@ def test_a_server_that_prepares_images_in_another_way_is_refused_where_prompts_h
     build(server, needs=Needs(image_options=None)).wait_until_ready(5)
     with pytest.raises(
         ModelError,
-        match=r"it prepares images with the options {'max_pixels': 784}, but this run with {} \(model.processor_kwargs\)",
+        match=r'it prepares images with the options {"max_pixels": 784}, but this run with {} \(model.processor_kwargs\)',
     ):
         build(server, needs=Needs(image_options={})).wait_until_ready(5)
