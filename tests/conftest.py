@@ -8,9 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from warm_start import MODULES, WarmStart, warm_start
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.llama")
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,21 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return build_tiny_vision_model(tmp_path_factory.mktemp(f"tiny-{family}"), family)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmStart]:
+    """Start `grpo` without its imports; see `warm_start`."""
+    with warm_start() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def warm_vllm() -> Iterator[WarmStart]:
+    """Start `grpo` with vLLM in the same process, without the imports of either."""
+    # vLLM reads it when it is imported; a run has it set by then.
+    with warm_start((*MODULES, *VLLM), environment={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}) as start:
+        yield start
 
 
 @pytest.fixture(autouse=True)

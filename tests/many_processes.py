@@ -1,4 +1,4 @@
-"""Runs in several real processes, launched by torchrun."""
+"""Runs in several real processes."""
 
 import json
 import os
@@ -46,35 +46,6 @@ def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
 
 
-def launch(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> subprocess.CompletedProcess[str]:
-    """Do some runs one after another in the same processes, and then something else.
-
-    Args:
-        count: Number of processes.
-        jobs: `{rank}` in a change is the process's number.
-        folder: Where the program goes.
-        afterwards: What is done after all runs.
-    """
-    program = folder / "program.py"
-    program.write_text(PROGRAM + afterwards)
-    told = [(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    return subprocess.run(
-        [*torchrun, "--master-port", str(free_port()), str(program), json.dumps(told)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> None:
-    """Do some runs, all of which succeed."""
-    outcome = launch(count, jobs, folder, afterwards=afterwards)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-
-
 def start_forked(warm: WarmStart, count: int, *arguments: object, program: str = GRPO) -> list[WarmCommand]:
     """Start a command in processes that are told of each other as torchrun tells them.
 
@@ -113,7 +84,15 @@ def run_forked(
 def train_in_forked(
     warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
 ) -> None:
-    """Do some runs, all of which succeed, in processes that need no imports. See `launch` and `start_forked`."""
+    """Do some runs one after another in the same processes, and then something else; all of it succeeds.
+
+    Args:
+        warm: Forks the processes; see `start_forked`.
+        count: Number of processes.
+        jobs: `{rank}` in a change is the process's number.
+        before: What is done before all runs.
+        afterwards: What is done after them.
+    """
     told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
     processes = start_forked(warm, count, told, program=before + PROGRAM + afterwards)
     deadline = time.monotonic() + 1500
