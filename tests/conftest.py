@@ -8,12 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from warm_start import MODULES, WarmStart, warm_start
+from warm_start import MODULES, VLLM, WarmStart, warm_start
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.llama")
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 MODULES = ("grpo_cli.cli.app", "grpo_cli.engine.run", "grpo_cli.engine.evaluate")
+VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.llama")
 GRPO = "from grpo_cli.cli.app import main\nmain()\n"
 LAUNCH = f"""
 import sys

@@ -122,7 +122,7 @@ class TestServed:
         assert not served.ask("GET", "/grpo/status").json()["paused"]
 
     def test_status_answers_while_completions_are_sampled(self, served: VllmServer) -> None:
-        body = {"prompt": [72, 105], "n": 16, "max_tokens": 400, "ignore_eos": True}
+        body = {"prompt": [72, 105], "n": 16, "max_tokens": 100, "ignore_eos": True}
         waits = []
         # One client: to make one takes so long that it would be measured.
         with (
