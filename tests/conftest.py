@@ -12,6 +12,8 @@ from warm_start import MODULES, VLLM, WarmStart, warm_start
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each process with vLLM would compile, for seconds, a function of vLLM's that counts the tokens which are likelier than one.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @pytest.fixture(scope="session")

@@ -100,14 +100,14 @@ def environment(experiment: Experiment) -> dict[str, str]:
 
 
 def train(experiment: Experiment, *arguments: str, warm: WarmStart | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `grpo train` to its end, from scratch or forked."""
+    """Run `grpo train` to its end, forked, or from scratch with all that users have."""
     if warm is not None:
         return warm.run("train", experiment.recipe, *arguments, environment=environment(experiment))
     return subprocess.run(
         [*GRPO, "train", str(experiment.recipe), *arguments],
         capture_output=True,
         text=True,
-        env=environment(experiment),
+        env=environment(experiment) | {"TORCHDYNAMO_DISABLE": "0"},
         check=False,
         timeout=300,
     )

@@ -43,7 +43,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     options = ("--max-num-generations", "16", *SMALL_CACHE)
-    with VllmServer(tmp_path_factory.mktemp("server"), model_folder, *options) as server:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "0")  # as users have it
+        server = VllmServer(tmp_path_factory.mktemp("server"), model_folder, *options)
+    with server:
         server.wait_until_ready()
         yield server
 
