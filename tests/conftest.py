@@ -63,10 +63,18 @@ def forget_the_rewards_module() -> Iterator[None]:
 
 
 LONGEST = (
-    *("test_vllm_train", "test_vllm_recovery", "test_many_processes", "test_strategies", "test_memory_plan"),
-    *("test_served_vllm", "test_same_answers"),
+    *("test_many_processes", "test_vllm_train", "test_strategies", "test_vllm_recovery", "test_memory_plan"),
+    *("test_same_answers", "test_quantized_runs", "test_weight_transfer", "test_served_vllm"),
+    *(
+        "test_images_in_server",
+        "test_images_in_vllm",
+        "test_vision_memory_plan",
+        "test_colocate_start",
+        "test_vllm_images",
+    ),
+    *("test_vllm_adapter_kinds", "test_one_server", "test_any_shape", "test_adapter_runs", "test_judge_vllm"),
 )
-"""Files that take minutes, the longest first; all of their tests are slow."""
+"""Files that take more than some ten seconds, the longest first; all of their tests are slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -88,9 +88,14 @@ SETTINGS_OF: dict[str, Iterable[str]] = {
 }
 """What is trained with each strategy."""
 
+COMPUTED_AGAIN = ("dapo", "reference", "reused", "experts", "adapters", "adapters and more", "images")
+"""Where parts of the forward are computed again for the backward, which is a third of the time of runs as small as these."""
+
 
 def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
     found = {**SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
+    if name not in COMPUTED_AGAIN:
+        found["train.gradient_checkpointing"] = False
     if where.startswith("deepspeed"):
         # Otherwise parameters as small as these would stay whole.
         (experiment.folder / "zero.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
