@@ -8,9 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from warm_start import MODULES, VLLM, WarmStart, warm_start
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each process with vLLM would compile, for seconds, a function of vLLM's that counts the tokens which are likelier than one.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,21 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     return folder
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmStart]:
+    """Start `grpo` without its imports; see `warm_start`."""
+    with warm_start() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def warm_vllm() -> Iterator[WarmStart]:
+    """Start `grpo` with vLLM in the same process, without the imports of either."""
+    # vLLM reads it when it is imported; a run has it set by then.
+    with warm_start((*MODULES, *VLLM), environment={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}) as start:
+        yield start
+
+
 @pytest.fixture(autouse=True)
 def forget_the_rewards_module() -> Iterator[None]:
     """Each experiment brings modules of its own, with names that others have; in one process, the next must not find the last one's."""
@@ -45,10 +63,18 @@ def forget_the_rewards_module() -> Iterator[None]:
 
 
 LONGEST = (
-    *("test_vllm_train", "test_vllm_recovery", "test_many_processes", "test_strategies", "test_memory_plan"),
-    *("test_served_vllm", "test_same_answers"),
+    *("test_many_processes", "test_vllm_train", "test_strategies", "test_vllm_recovery", "test_memory_plan"),
+    *("test_same_answers", "test_quantized_runs", "test_weight_transfer", "test_served_vllm"),
+    *(
+        "test_images_in_server",
+        "test_images_in_vllm",
+        "test_vision_memory_plan",
+        "test_colocate_start",
+        "test_vllm_images",
+    ),
+    *("test_vllm_adapter_kinds", "test_one_server", "test_any_shape", "test_adapter_runs", "test_judge_vllm"),
 )
-"""Files that take minutes, the longest first; all of their tests are slow."""
+"""Files that take more than some ten seconds, the longest first; all of their tests are slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

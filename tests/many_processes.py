@@ -1,4 +1,4 @@
-"""Runs in several real processes, launched by torchrun."""
+"""Runs in several real processes."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 from e2e.experiment import Experiment, completions, records, weights
 from vllm_server import free_port
-from warm_start import GRPO, WarmCommand, WarmStart
+from warm_start import GRPO, LAUNCH, RANK_NAME, WarmCommand, WarmStart
 
 PROGRAM = """
 import json, os, sys
@@ -44,35 +44,6 @@ Job = tuple[Path, Mapping[str, object], str | None]
 
 def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
-
-
-def launch(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> subprocess.CompletedProcess[str]:
-    """Do some runs one after another in the same processes, and then something else.
-
-    Args:
-        count: Number of processes.
-        jobs: `{rank}` in a change is the process's number.
-        folder: Where the program goes.
-        afterwards: What is done after all runs.
-    """
-    program = folder / "program.py"
-    program.write_text(PROGRAM + afterwards)
-    told = [(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    return subprocess.run(
-        [*torchrun, "--master-port", str(free_port()), str(program), json.dumps(told)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def train_in(count: int, jobs: Sequence[Job], folder: Path, *, afterwards: str = "") -> None:
-    """Do some runs, all of which succeed."""
-    outcome = launch(count, jobs, folder, afterwards=afterwards)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
 def start_forked(warm: WarmStart, count: int, *arguments: object, program: str = GRPO) -> list[WarmCommand]:
@@ -113,7 +84,15 @@ def run_forked(
 def train_in_forked(
     warm: WarmStart, count: int, jobs: Sequence[Job], *, before: str = "", afterwards: str = ""
 ) -> None:
-    """Do some runs, all of which succeed, in processes that need no imports. See `launch` and `start_forked`."""
+    """Do some runs one after another in the same processes, and then something else; all of it succeeds.
+
+    Args:
+        warm: Forks the processes; see `start_forked`.
+        count: Number of processes.
+        jobs: `{rank}` in a change is the process's number.
+        before: What is done before all runs.
+        afterwards: What is done after them.
+    """
     told = json.dumps([(str(recipe), overrides(changes), resume) for recipe, changes, resume in jobs])
     processes = start_forked(warm, count, told, program=before + PROGRAM + afterwards)
     deadline = time.monotonic() + 1500
@@ -157,31 +136,48 @@ class Launched:
         output: Name of its run directory.
         *arguments: More of the command line.
         count: Number of processes.
+        warm: Forks all of them, if they are not to start from scratch.
     """
 
-    def __init__(self, experiment: Experiment, output: str, *arguments: str, count: int = 2) -> None:
+    def __init__(
+        self, experiment: Experiment, output: str, *arguments: str, count: int = 2, warm: WarmStart | None = None
+    ) -> None:
         self.output = experiment.output(output)
+        self.is_forked = warm is not None
+        command = (
+            "train",
+            str(experiment.recipe),
+            "--nproc",
+            str(count),
+            f"train.output_dir={self.output}",
+            *arguments,
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process: WarmCommand | subprocess.Popen[str]
+        if warm is not None:
+            self.process = warm.start(*command, environment=environment, program=LAUNCH, num_spares=count)
+            return
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_cli", "train", str(experiment.recipe), "--nproc", str(count)),
-                *(f"train.output_dir={self.output}", *arguments),
-            ],
+            [sys.executable, "-m", "grpo_cli", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=environment,
         )
 
     def wait_for_steps(self, steps: int) -> None:
         deadline = time.monotonic() + 400
         while not (self.output / "metrics.jsonl").exists() or len(records(self.output)) < steps:
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.process.communicate(timeout=10)
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def workers(self) -> dict[int, psutil.Process]:
         """By rank."""
-        return {int(child.environ()["RANK"]): child for child in psutil.Process(self.process.pid).children()}
+        children = psutil.Process(self.process.pid).children()
+        if self.is_forked:
+            return {int(child.name().removeprefix(RANK_NAME)): child for child in children}
+        return {int(child.environ()["RANK"]): child for child in children}
 
     def end_by_killing(self, rank: int, *, seconds: float) -> None:
         """Kill one of the processes: the others end within some seconds, and it is said in a line what happened."""
@@ -197,4 +193,6 @@ class Launched:
 
     def end(self) -> tuple[int, str, str]:
         output, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, output, errors
+        code = self.process.returncode
+        assert code is not None
+        return code, output, errors

@@ -6,6 +6,9 @@ output, takes every signal, can be killed, and ends as Python ends, with an exit
 
 What differs from a start from scratch: variables that are read by imports count as they were when the first of the commands was started,
 and all of them share one seed of Python's hashes.
+
+A command that starts processes of its own, as `--nproc` does, can be given spare ones: children of it that are forked before it does
+anything else, and wait until it starts a program, which they are from then on; see `Spare`.
 """
 
 import gc
@@ -17,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,9 +28,25 @@ from pathlib import Path
 from typing import IO, Any
 
 MODULES = ("grpo_cli.cli.app", "grpo_cli.engine.run", "grpo_cli.engine.evaluate")
+VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.llama")
 GRPO = "from grpo_cli.cli.app import main\nmain()\n"
+LAUNCH = f"""
+import sys
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+def popen(handler, command, environment):
+    program = [sys.executable, "-u", "-m", "grpo_cli"]
+    assert list(command[:4]) == program, command
+    return spares.pop(0).become(command[4:], environment)
+
+SubprocessHandler._popen = popen
+{GRPO}
+"""
+"""`grpo train --nproc` with spare processes. What starts them, tells them of each other and ends them is the real launcher."""
 FORKS_WELL = "jemalloc_bg_thd"
 """Thread of pyarrow's allocator, which sees to it that a fork is safe."""
+RANK_NAME = "rank "
+"""Beginning of the name of a process that was a spare one."""
 _MOST_BYTES = 1 << 17
 """Of one request: arguments and environment."""
 
@@ -113,7 +133,11 @@ class WarmStart:
         self._forking.wait()
 
     def start(
-        self, *arguments: object, environment: Mapping[str, str] | None = None, program: str = GRPO
+        self,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        program: str = GRPO,
+        num_spares: int = 0,
     ) -> WarmCommand:
         """Start `grpo ARGUMENTS`.
 
@@ -121,12 +145,14 @@ class WarmStart:
             arguments: The command line.
             environment: All of its environment; this process's if None.
             program: What is run with them, if not the command alone.
+            num_spares: How many spare processes it has; the program finds them in its variable `spares`.
         """
         job = {
             "program": program,
             "arguments": [str(argument) for argument in arguments],
             "environment": dict(os.environ if environment is None else environment),
             "folder": str(Path.cwd()),
+            "num_spares": num_spares,
         }
         output, errors = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))  # noqa: SIM115  until `close`
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,14 +221,80 @@ def forked(requests: socket.socket) -> dict[str, Any]:
     return job
 
 
-def run_as_asked(job: Mapping[str, Any]) -> None:
+class Spare:
+    """A child of this process that waits for what it is to be, with what `subprocess.Popen` has of it. It ends with this process.
+
+    Attributes:
+        pid: Its process.
+        returncode: As `subprocess` has it; None until its end was noticed.
+        job: Through which it is told.
+    """
+
+    def __init__(self, pid: int, job: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.job = job
+
+    def become(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Spare":
+        """Let it be `grpo ARGUMENTS`, one of several processes, in a session of its own."""
+        job = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd())}
+        with self.job:
+            self.job.send(json.dumps(job).encode())
+        return self
+
+    def poll(self) -> int | None:
+        """Give its exit code, or None if it has not ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.02)
+        return code
+
+
+def with_spares(job: dict[str, Any]) -> tuple[dict[str, Any], list[Spare]]:
+    """Fork the spare processes of a job; give it and them, or, in a spare process, what it has become."""
+    spares: list[Spare] = []
+    for _ in range(job["num_spares"]):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            for each in (ours, *(spare.job for spare in spares)):  # whose ends the others wait for
+                each.close()
+            return _awaited(theirs), []
+        theirs.close()
+        spares.append(Spare(pid, ours))
+    return job, spares
+
+
+def _awaited(jobs: socket.socket) -> dict[str, Any]:
+    os.setsid()
+    with jobs:
+        request = jobs.recv(_MOST_BYTES)
+    if not request:
+        os._exit(0)
+    job: dict[str, Any] = json.loads(request)
+    # Who looks at its environment from outside sees that of the process that has imported everything.
+    Path("/proc/self/comm").write_text(RANK_NAME + job["environment"]["RANK"])
+    return {"program": GRPO, **job}
+
+
+def run_as_asked(job: Mapping[str, Any], spares: list[Spare]) -> None:
     """Be `python -c PROGRAM ARGUMENTS`, or `python -m grpo_cli ARGUMENTS`."""
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
     sys.path[0] = job["folder"]
     sys.argv[1:] = job["arguments"]
-    exec(job["program"], {"__name__": "__main__"})
+    exec(job["program"], {"__name__": "__main__", "spares": spares})
 
 
 def fork_as_asked() -> None:
@@ -215,7 +307,7 @@ def fork_as_asked() -> None:
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     others = sorted(set(threads[1:]) - {FORKS_WELL})
     assert not others, f"what a thread holds at a fork is held for ever in the new process: {others}"
-    run_as_asked(forked(requests))
+    run_as_asked(*with_spares(forked(requests)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_ten_kills_at_random_moments_change_nothing(tiny_model_folder: Path, tmp
         grpo={"num_generations": 2, "steps_per_generation": 2, "num_iterations": 2},
         train={
             "prompts_per_step": 2, "max_steps": 60, "learning_rate": 0.001, "micro_batch_tokens": 32,
-            "output_dir": str(tmp_path / "run"),
+            "gradient_checkpointing": False, "output_dir": str(tmp_path / "run"),
         },
     )  # fmt: skip
     subprocess.run([*GRPO, *arguments(experiment, "whole")], check=True, capture_output=True)

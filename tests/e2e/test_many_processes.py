@@ -93,9 +93,14 @@ SETTINGS_OF: dict[str, Iterable[str]] = {
 }
 """What is trained with each strategy."""
 
+COMPUTED_AGAIN = ("dapo", "reference", "reused", "experts", "adapters", "adapters and more", "images")
+"""Where parts of the forward are computed again for the backward, which is a third of the time of runs as small as these."""
+
 
 def changes(experiment: Experiment, name: str, where: str) -> dict[str, object]:
     found = {**SETTINGS[name], "train.output_dir": experiment.output(f"{where}-{name}")}
+    if name not in COMPUTED_AGAIN:
+        found["train.gradient_checkpointing"] = False
     if where.startswith("deepspeed"):
         # Otherwise parameters as small as these would stay whole.
         (experiment.folder / "zero.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
@@ -214,13 +219,20 @@ def test_prompts_that_are_dropped_in_one_process_are_in_none(experiment: Experim
         assert_close(place, alone)
 
 
-def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(experiment: Experiment) -> None:
+def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(
+    experiment: Experiment, warm: WarmStart
+) -> None:
     module = experiment.folder / "fragile.py"
     module.write_text(
         "import os\n\ndef fragile(completions, **_):\n    assert os.environ['RANK'] == '0', 'not here'\n    return [0.0] * len(completions)\n"
     )
     launched = Launched(
-        experiment, "fragile", "rewards.spread=true", "rewards.reward_funcs=[fragile.fragile]", "train.max_steps=1"
+        experiment,
+        "fragile",
+        "rewards.spread=true",
+        "rewards.reward_funcs=[fragile.fragile]",
+        "train.max_steps=1",
+        warm=warm,
     )
     code, _, errors = launched.end()
     assert code == 3
@@ -228,7 +240,9 @@ def test_a_reward_that_fails_in_another_process_is_told_once_and_ends_all(experi
     assert "Traceback" not in errors
 
 
-def test_a_row_that_one_process_cannot_read_ends_all_with_what_was_trained(experiment: Experiment) -> None:
+def test_a_row_that_one_process_cannot_read_ends_all_with_what_was_trained(
+    experiment: Experiment, warm: WarmStart
+) -> None:
     """With spread rewards and nothing to record, the main process does not read it; and to save what is cut into parts takes all."""
     (experiment.folder / "fading.py").write_text(
         "import os\nfrom pathlib import Path\nfrom datasets import Dataset\n\n"
@@ -247,6 +261,7 @@ def test_a_row_that_one_process_cannot_read_ends_all_with_what_was_trained(exper
         "fading",
         *("dataset.name=fading.rows", "rewards.reward_funcs=[fading.fading]", "rewards.spread=true"),
         *("logging.log_completions=false", "train.prompts_per_step=2", "distributed.strategy=fsdp2"),
+        warm=warm,
     )
     code, output, errors = launched.end()
     assert code == 2, (output, errors)
@@ -255,8 +270,8 @@ def test_a_row_that_one_process_cannot_read_ends_all_with_what_was_trained(exper
     assert (launched.output / "checkpoints" / "step-000001").is_dir()
 
 
-def test_a_reward_with_a_state_is_not_spread(experiment: Experiment) -> None:
-    launched = Launched(experiment, "stateful", "rewards.spread=true")
+def test_a_reward_with_a_state_is_not_spread(experiment: Experiment, warm: WarmStart) -> None:
+    launched = Launched(experiment, "stateful", "rewards.spread=true", warm=warm)
     code, _, errors = launched.end()
     assert code == 3
     assert errors.count("rewards.spread: found true, but reward 'Counting' has a state") == 1
@@ -339,9 +354,11 @@ def test_tasks_of_a_slurm_step_train_together(experiment: Experiment) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_ends_all(experiment: Experiment, number: signal.Signals, code: int) -> None:
+def test_a_signal_saves_and_ends_all(
+    experiment: Experiment, warm: WarmStart, number: signal.Signals, code: int
+) -> None:
     name = f"stopped-{code}"
-    launched = Launched(experiment, name, *ENDLESS)
+    launched = Launched(experiment, name, *ENDLESS, warm=warm)
     launched.wait_for_steps(2)
     workers = launched.workers()
     launched.process.send_signal(number)
@@ -355,22 +372,22 @@ def test_a_signal_saves_and_ends_all(experiment: Experiment, number: signal.Sign
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process learns of its parent's death")
-def test_processes_of_a_killed_launcher_save_and_end(experiment: Experiment) -> None:
-    launched = Launched(experiment, "without-launcher", *ENDLESS)
+def test_processes_of_a_killed_launcher_save_and_end(experiment: Experiment, warm: WarmStart) -> None:
+    launched = Launched(experiment, "without-launcher", *ENDLESS, warm=warm)
     launched.wait_for_steps(2)
     workers = launched.workers()
     launched.process.kill()
-    code, _, errors = launched.end()
-    assert (code, errors.count("stopped by SIGTERM")) == (-signal.SIGKILL, 1)
     _, alive = psutil.wait_procs(workers.values(), timeout=60)
     assert not alive
+    code, _, errors = launched.end()
+    assert (code, errors.count("stopped by SIGTERM")) == (-signal.SIGKILL, 1)
     done = records(launched.output)[-1]["step"]
     assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_others_and_says_so(experiment: Experiment, rank: int) -> None:
-    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1")
+def test_a_killed_process_ends_the_others_and_says_so(experiment: Experiment, warm: WarmStart, rank: int) -> None:
+    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1", warm=warm)
     launched.wait_for_steps(2)
     launched.end_by_killing(rank, seconds=30)
     if rank == 1:
@@ -378,8 +395,8 @@ def test_a_killed_process_ends_the_others_and_says_so(experiment: Experiment, ra
         assert (launched.output / "checkpoints" / f"step-{done:06d}").is_dir()
 
 
-def test_an_error_is_told_once(experiment: Experiment) -> None:
-    launched = Launched(experiment, "wrong", "model.name_or_path=nowhere/to-be-found")
+def test_an_error_is_told_once(experiment: Experiment, warm: WarmStart) -> None:
+    launched = Launched(experiment, "wrong", "model.name_or_path=nowhere/to-be-found", warm=warm)
     code, _, errors = launched.end()
     assert code == 2
     assert errors.count("error:") == 1

@@ -39,7 +39,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path
     made = make_experiment(
         folder,
         build_tiny_model(
-            folder / "model", hidden_size=768, num_layers=8, intermediate_size=2304, initializer_range=0.02
+            folder / "model", hidden_size=512, num_layers=8, intermediate_size=1536, initializer_range=0.02
         ),
         grpo={"num_generations": 8},
         generation={"max_completion_length": 56, "min_completion_length": 56},

@@ -105,6 +105,7 @@ def test_stopping_at_every_step_changes_nothing(
             "num_iterations": num_iterations,
             **({"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2} if moving_reference else {}),
         },
+        train={"gradient_checkpointing": False},  # a third of the time of runs as small as these; the others have it
     )
     train(experiment, "whole")
     stop_at_every_step(experiment, "stopped")

@@ -211,8 +211,10 @@ def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_step_that_it_came_in(experiment: Experiment, number: signal.Signals, code: int) -> None:
-    launched = Launched(experiment, f"stopped-{code}", *ENDLESS)
+def test_a_signal_saves_the_step_that_it_came_in(
+    experiment: Experiment, warm: WarmStart, number: signal.Signals, code: int
+) -> None:
+    launched = Launched(experiment, f"stopped-{code}", *ENDLESS, warm=warm)
     launched.wait_for_steps(2)
     launched.process.send_signal(number)
     ended, output, errors = launched.end()
@@ -224,8 +226,8 @@ def test_a_signal_saves_the_step_that_it_came_in(experiment: Experiment, number:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_others_within_seconds(experiment: Experiment, rank: int) -> None:
-    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1")
+def test_a_killed_process_ends_the_others_within_seconds(experiment: Experiment, warm: WarmStart, rank: int) -> None:
+    launched = Launched(experiment, f"killed-{rank}", *ENDLESS, "train.save_steps=1", warm=warm)
     launched.wait_for_steps(2)
     launched.end_by_killing(rank, seconds=60)
     assert list((launched.output / "checkpoints").glob("step-*"))

@@ -100,14 +100,14 @@ def environment(experiment: Experiment) -> dict[str, str]:
 
 
 def train(experiment: Experiment, *arguments: str, warm: WarmStart | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `grpo train` to its end, from scratch or forked."""
+    """Run `grpo train` to its end, forked, or from scratch with all that users have."""
     if warm is not None:
         return warm.run("train", experiment.recipe, *arguments, environment=environment(experiment))
     return subprocess.run(
         [*GRPO, "train", str(experiment.recipe), *arguments],
         capture_output=True,
         text=True,
-        env=environment(experiment),
+        env=environment(experiment) | {"TORCHDYNAMO_DISABLE": "0"},
         check=False,
         timeout=300,
     )
@@ -320,8 +320,10 @@ def test_wrong_weights_of_another_process_stop_the_run(many: Experiment) -> None
     assert not Path(f"{many.recipe}-lied").exists()
 
 
-def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(many: Experiment) -> None:
-    launched = Launched(many, "odd", "vllm.tensor_parallel_size=2", count=3)
+def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(
+    many: Experiment, warm: WarmStart
+) -> None:
+    launched = Launched(many, "odd", "vllm.tensor_parallel_size=2", count=3, warm=warm)
     code, _, errors = launched.end()
     assert code == 4
     assert errors == (
@@ -331,10 +333,10 @@ def test_processes_that_an_engine_cannot_be_spread_over_are_refused_in_one_line(
 
 
 @pytest.fixture
-def endless(many: Experiment, request: pytest.FixtureRequest) -> Launched:
+def endless(many: Experiment, request: pytest.FixtureRequest, warm_vllm: WarmStart) -> Launched:
     """A run that does not end by itself in two processes that share an engine, and sample nearly all the time."""
     changes = {"vllm.tensor_parallel_size": 2, "generation.max_completion_length": 100, "train.max_steps": 100_000}
-    launched = Launched(many, request.node.name, "train.save_steps=1", *overrides(changes))
+    launched = Launched(many, request.node.name, "train.save_steps=1", *overrides(changes), warm=warm_vllm)
     launched.wait_for_steps(2)
     time.sleep(0.5)  # into the next sample
     return launched

@@ -1,9 +1,8 @@
 """What processes tell each other, in several real ones."""
 
-from pathlib import Path
-
 import pytest
-from many_processes import train_in
+from many_processes import train_in_forked
+from warm_start import WarmStart
 
 TELLING = """
 import torch
@@ -58,5 +57,5 @@ else:
 
 
 @pytest.mark.slow
-def test_messages_of_any_lengths_arrive_as_they_were_sent(tmp_path: Path) -> None:
-    train_in(3, [], tmp_path, afterwards=TELLING)
+def test_messages_of_any_lengths_arrive_as_they_were_sent(warm: WarmStart) -> None:
+    train_in_forked(warm, 3, [], afterwards=TELLING)

@@ -3,8 +3,6 @@
 import logging
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from torch import distributed
 from transformers import AutoModelForCausalLM
+from warm_start import VLLM, WarmStart, warm_start
 
 from grpo_cli.errors import ModelError, TrainingError
 from grpo_cli.rollout.vllm.colocate import ColocateEngine, _with_bounded_cache
@@ -114,18 +113,27 @@ def test_parts_of_an_engine_on_cpus_exchange_by_gloo(training_group: Any) -> Non
     assert communicator() is CpuCommunicator
 
 
+@pytest.fixture(scope="module")
+def imported_vllm() -> Iterator[WarmStart]:
+    """Start programs that have imported vLLM, which would log all that it does."""
+    with warm_start(("grpo_cli.rollout.vllm.colocate", *VLLM)) as start:
+        yield start
+
+
 @pytest.mark.parametrize("grouped", [False, True], ids=["no process group", "training's process group"])
 def test_process_groups_are_those_of_training_after_a_start_that_failed_and_after_the_end(
-    grouped: bool, folder: Path
+    grouped: bool, folder: Path, imported_vllm: WarmStart
 ) -> None:
     script = f"""
         import sys
+        import warnings
         import torch
         from torch import distributed
         from transformers import AutoTokenizer
         from grpo_cli.errors import ModelError
         from grpo_cli.rollout.vllm.colocate import ColocateEngine
 
+        warnings.simplefilter("error")
         if {grouped}:
             distributed.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
             own = distributed.new_group([0])
@@ -156,9 +164,7 @@ def test_process_groups_are_those_of_training_after_a_start_that_failed_and_afte
             engine.close()
             check()
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
+    done = imported_vllm.run(program=textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"vLLM does not start with {folder}: ")
     assert len(done.stdout.splitlines()) == 1, done.stdout  # and nothing of what vLLM logs
