@@ -26,7 +26,7 @@ def export(
         typer.Option(
             "--base",
             metavar="MODEL",
-            help="With --merge: that model, as model.name_or_path names it, if it is no longer where it was.",
+            help="With --merge: that model, as model.name_or_path names it, if it is no longer where it was. Other weights are refused.",
         ),
     ] = None,
     trust_remote_code: Annotated[

@@ -33,7 +33,6 @@ from grpo_cli.errors import CheckpointError
 from grpo_cli.objective.advantages import AdvantageSettings, MultiObjectiveAggregation, ScaleRewards
 from grpo_cli.policy.adapters import has_adapters, with_reference_adapters, without_adapters
 from grpo_cli.policy.agreement import choose_forward
-from grpo_cli.policy.base_weights import base_file
 from grpo_cli.policy.checkpointing import possible_checkpointing, set_checkpointing
 from grpo_cli.policy.fit import check_fit
 from grpo_cli.policy.forward import PolicyModel
@@ -42,6 +41,7 @@ from grpo_cli.policy.load_vision import processor_files
 from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
+from grpo_cli.policy.weights_below import base_file
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder, is_recorded
 from grpo_cli.types import Prompt, Sampling, Segment

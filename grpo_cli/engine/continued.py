@@ -15,10 +15,10 @@ from grpo_cli.policy.adapter_settings import (
 )
 from grpo_cli.policy.adapter_sizes import check_layers
 from grpo_cli.policy.adapter_targets import target_layers
-from grpo_cli.policy.base_weights import other_base
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import QUANTIZATION_FILE, with_quantization
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.policy.whole_modules import whole_modules
 from grpo_cli.recipe.kinds import bare, show
 from grpo_cli.recipe.load import LoadedRecipe

@@ -12,9 +12,9 @@ from grpo_cli.engine.continued import begun_folder, with_adapter_settings
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
-from grpo_cli.policy.base_weights import other_base
 from grpo_cli.policy.locate import locate_model, with_weights_in
 from grpo_cli.policy.quantization import with_quantization
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean

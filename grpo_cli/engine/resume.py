@@ -13,7 +13,7 @@ from grpo_cli.engine.run_directory import checkpoint_to_resume
 from grpo_cli.engine.run_length import Done
 from grpo_cli.engine.state import RunState, read_recipe, read_state
 from grpo_cli.errors import CheckpointError, ModelError
-from grpo_cli.policy.base_weights import other_base
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.load import LoadedRecipe

@@ -46,16 +46,7 @@ def target_layers(
         if (type(layer) in _LINEAR or is_quantized(layer)) and layer is not head
     ]
     if list(targets) == ["all-linear"]:
-        config = model.config.get_text_config()
-        is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)
-        open_to_all = [name for name in layers if not (is_mixture and name.rpartition(".")[2] in _NAMES_IN_EXPERTS)]
-        free = [name for name in open_to_all if name not in whole and not _is_frozen(model.get_submodule(name), frozen)]
-        if open_to_all and not free:
-            key = "model.freeze" if frozen else "model.lora.modules_to_save"
-            raise ModelError(
-                f"{key}: it leaves no linear layer that could get adapters (model.lora)", hint="leave a part out"
-            )
-        return free
+        return _free_layers(model, layers, frozen=frozen, whole=whole)
     kinds = sorted({name.rpartition(".")[2] for name in layers})
     known = ", ".join(kinds)
     found: dict[str, None] = {}
@@ -87,6 +78,20 @@ def target_layers(
             )
         found |= dict.fromkeys(matching)
     return list(found)
+
+
+def _free_layers(model: Any, layers: Sequence[str], *, frozen: Collection[int], whole: Collection[str]) -> list[str]:
+    """Give the layers that `all-linear` means."""
+    config = model.config.get_text_config()
+    is_mixture = any(getattr(config, count, None) for count in _COUNTS_OF_EXPERTS)
+    open_to_all = [name for name in layers if not (is_mixture and name.rpartition(".")[2] in _NAMES_IN_EXPERTS)]
+    free = [name for name in open_to_all if name not in whole and not _is_frozen(model.get_submodule(name), frozen)]
+    if open_to_all and not free:
+        key = "model.freeze" if frozen else "model.lora.modules_to_save"
+        raise ModelError(
+            f"{key}: it leaves no linear layer that could get adapters (model.lora)", hint="leave a part out"
+        )
+    return free
 
 
 def _is_frozen(module: nn.Module, frozen: Collection[int]) -> bool:

@@ -11,7 +11,6 @@ from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
 from grpo_cli.policy.adapter_sizes import check_layers
 from grpo_cli.policy.adapter_weights import NAME, MergedWeights
-from grpo_cli.policy.base_weights import other_base
 from grpo_cli.policy.load import (
     explained,
     load_config,
@@ -25,6 +24,7 @@ from grpo_cli.policy.quantization import (
     DequantizedWeights,
     with_quantization,
 )
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.sharding import keep_deepspeed_quiet
 

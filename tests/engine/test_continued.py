@@ -13,9 +13,9 @@ from tiny_models import build_tiny_model
 from grpo_cli.engine.continued import with_adapter_settings
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapters import save_adapters
-from grpo_cli.policy.base_weights import base_file
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.quantization import write_quantization
+from grpo_cli.policy.weights_below import base_file
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import LoraSection, ModelSection, Recipe
 

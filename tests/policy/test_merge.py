@@ -11,10 +11,10 @@ from tiny_models import build_tiny_model
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapters import save_adapters
-from grpo_cli.policy.base_weights import BASE_FILE, base_file
 from grpo_cli.policy.load import load_model
 from grpo_cli.policy.merge import merged_model
 from grpo_cli.policy.quantization import write_quantization
+from grpo_cli.policy.weights_below import BASE_FILE, base_file
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
 Adapters = Callable[[], Path]

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapters import save_adapters
-from grpo_cli.policy.base_weights import base_file, other_base, weights_digest
 from grpo_cli.policy.load import load_model
+from grpo_cli.policy.weights_below import base_file, other_base, weights_digest
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 
 
