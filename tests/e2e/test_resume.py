@@ -133,7 +133,7 @@ def test_adapters_are_resumed_exactly_and_checkpoints_hold_them_alone(tiny_model
     assert (saved / "model" / "adapter_config.json").is_file()
     with pytest.raises(CheckpointError, match=r"model\.lora\.r was 2 in the checkpoint's run, is 4"):
         train(experiment, "whole", {"model.lora.r": 4}, resume="newest")
-    with pytest.raises(CheckpointError, match=r"model\.lora was .* in the checkpoint's run, is None"):
+    with pytest.raises(CheckpointError, match=r"model\.lora was .* in the checkpoint's run, is null"):
         train(experiment, "whole", {"model.lora": "null"}, resume="newest")
 
 
