@@ -20,6 +20,9 @@ def check(
 ) -> None:
     """Check a recipe without loading anything; report every problem at once, and exit with 2 if there is one.
 
+    Names of a model's parts (model.freeze, model.lora, train.learning_rates) are looked up in its configuration by `grpo plan`, and by
+    `grpo train` before it loads anything else.
+
     \b
     Examples:
       grpo check recipes/quickstart.yaml

@@ -26,7 +26,7 @@ def export(
         typer.Option(
             "--base",
             metavar="MODEL",
-            help="With --merge: that model, as model.name_or_path names it, if it is no longer where it was.",
+            help="With --merge: that model, as model.name_or_path names it, if it is no longer where it was. Other weights are refused.",
         ),
     ] = None,
     trust_remote_code: Annotated[
@@ -75,7 +75,10 @@ def _write_merged(folder: Path, target: Path, base: str | None, *, trust_remote_
     from grpo_cli.policy.merge import merged_model
 
     logging.disable_progress_bar()
-    merged_model(folder, base=base, trust_remote_code=trust_remote_code).save_pretrained(target)
+    merged = merged_model(
+        folder, base=base, trust_remote_code=trust_remote_code, say=lambda line: typer.echo(f"notice: {line}")
+    )
+    merged.save_pretrained(target)
     for path in folder.iterdir():  # the tokenizer's files
         if not path.name.startswith(("adapter_", "quantization.")) and not (target / path.name).exists():
             shutil.copy(path, target / path.name)

@@ -50,7 +50,8 @@ def plan(
         from rich.console import Console
         from transformers.utils import logging
 
-        from grpo_cli.engine.continued import with_adapter_settings
+        from grpo_cli.engine.continued import begun_adapters, with_adapter_settings
+        from grpo_cli.engine.named_parts import check_named_parts
         from grpo_cli.planning.machine import planned_machine
         from grpo_cli.planning.plan import plan_training
         from grpo_cli.planning.report import print_training_plan
@@ -59,8 +60,11 @@ def plan(
     disable_progress_bars()
     logging.disable_progress_bar()
     loaded = with_adapter_settings(load_recipe(recipe, overrides or []))
+    begun = begun_adapters(loaded.recipe, loaded.folder, checkpoint=None)
+    if begun is not None:
+        check_named_parts(loaded.recipe, folder=loaded.folder, begun=begun)
     machine = planned_machine(gpus=gpus, gpu_memory=gpu_memory, tflops=tflops, bandwidth=bandwidth)
     found = plan_training(loaded.recipe, folder=loaded.folder, machine=machine)
-    print_training_plan(Console(), found, model=loaded.recipe.model.name_or_path, machine=machine)
+    print_training_plan(Console(), found, model=loaded.recipe.model, machine=machine)
     if found.is_too_large(machine):
         raise typer.Exit(DOES_NOT_FIT)

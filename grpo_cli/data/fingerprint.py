@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_cli.errors import DataError
+from grpo_cli.recipe.kinds import bare
 
 
 def digest(value: Any) -> str:
@@ -25,7 +26,9 @@ def check_same_dataset(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Raises:
         DataError: If they differ; it says where.
     """
-    changes = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
+    changes = [
+        f"{name} was {bare(then.get(name))}, is {bare(value)}" for name, value in now.items() if then.get(name) != value
+    ]
     if changes:
         raise DataError(
             f"dataset: it is not the one that the checkpoint was made with: {'; '.join(changes)}",

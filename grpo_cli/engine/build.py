@@ -5,7 +5,7 @@ What is cheap and likely to be wrong comes first: rewards, dataset, tokenizer, a
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from grpo_cli.device_memory import release_unused
 from grpo_cli.engine.build_sampling import build_evaluator, build_weight_sync, policy_sampling, token_budget
 from grpo_cli.engine.checkpoint_store import CheckpointStore
+from grpo_cli.engine.continued import begun_adapters, keeps_reference
 from grpo_cli.engine.demand import image_tokens
 from grpo_cli.engine.export import MODEL_FOLDER, REFERENCE_FOLDER
 from grpo_cli.engine.health import RunHealth
@@ -41,7 +42,7 @@ from grpo_cli.policy.load_vision import processor_files
 from grpo_cli.policy.locate import with_weights_in
 from grpo_cli.policy.reference import AdapterReference, Reference, ReferenceModel
 from grpo_cli.policy.router import router_coefficient
-from grpo_cli.recipe.schema import Recipe
+from grpo_cli.policy.weights_below import base_file
 from grpo_cli.sharding import whole_bytes, whole_shape
 from grpo_cli.telemetry.recorder import Recorder
 from grpo_cli.types import Prompt, Sampling, Segment
@@ -125,23 +126,21 @@ def load_policy(inputs: Inputs) -> LoadedPolicy:
 
 def _policy_model(inputs: Inputs) -> Any:
     """Load the policy's model, from the checkpoint if there is one."""
-    section, adapters, begun = inputs.recipe.model, None, None
+    section, adapters = inputs.recipe.model, None
     if inputs.checkpoint is not None:
         trained = (inputs.checkpoint / MODEL_FOLDER).resolve()
         if section.lora is None:
             section = with_weights_in(section, trained)
         else:
-            adapters, kept = trained, inputs.checkpoint / REFERENCE_FOLDER
-            # Where the run began may have changed, or be gone; checkpoints of older versions do not hold it.
-            begun = kept.resolve() if kept.is_dir() else None
+            adapters = trained
     with inputs.strategy.building():
         return load_model(
             section,
             folder=inputs.folder,
             device=inputs.strategy.loads_on,
             adapters=adapters,
-            begun=begun,
-            keeps_reference=_keeps_reference(inputs.recipe),
+            begun=begun_adapters(inputs.recipe, inputs.folder, checkpoint=inputs.checkpoint),
+            keeps_reference=keeps_reference(inputs.recipe),
         )
 
 
@@ -193,7 +192,7 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         division=inputs.division,
         strategy=inputs.strategy,
         tokenizer=inputs.tokenizer,
-        processor_files=processor_files(recipe.model, folder=inputs.folder, vision=inputs.vision),
+        model_files=_model_files(inputs),
         prompts=inputs.prompts.source,
         weight_sync=weight_sync,
         sampling=loaded.sampling,
@@ -213,6 +212,15 @@ def build_stages(inputs: Inputs, loaded: LoadedPolicy, recorder: Recorder, stack
         recorder=recorder,
         recipe=dataclasses.asdict(recipe),
     )
+
+
+def _model_files(inputs: Inputs) -> Mapping[str, bytes]:
+    """Give what is saved with every model beside its weights and the tokenizer, by the main process."""
+    section, folder = inputs.recipe.model, inputs.folder
+    files = processor_files(section, folder=folder, vision=inputs.vision)
+    if section.lora is None or not inputs.processes.is_main:
+        return files
+    return files | base_file(section, folder)
 
 
 def _image_tokens(inputs: Inputs, policy: PolicyModel) -> int | None:
@@ -272,12 +280,6 @@ def _reference_model(inputs: Inputs, model: Any) -> Any:
         return load_model(section, folder=inputs.folder, device=inputs.strategy.loads_on)
 
 
-def _keeps_reference(recipe: Recipe) -> bool:
-    """Tell whether the reference is the model with the adapters that the run goes on from."""
-    lora = recipe.model.lora
-    return recipe.grpo.beta != 0.0 and lora is not None and lora.adapter_name_or_path is not None
-
-
 def _build_reference(
     inputs: Inputs, policy: PolicyModel, prepared: nn.Module, model: Any, longest: int | None
 ) -> Reference | None:
@@ -286,7 +288,7 @@ def _build_reference(
     if grpo.beta == 0.0:
         return None
     if model is None:
-        goes_on = _keeps_reference(inputs.recipe)
+        goes_on = keeps_reference(inputs.recipe)
         return AdapterReference(policy, prepared, switched=with_reference_adapters if goes_on else without_adapters)
     reference = PolicyModel(model, sampling=policy.sampling, vision=policy.vision)
     reference.full_logits = policy.full_logits

@@ -12,7 +12,6 @@ from grpo_cli.engine.evaluation import Evaluator
 from grpo_cli.engine.held_out import HeldOut
 from grpo_cli.engine.inputs import SamplingInputs
 from grpo_cli.engine.memory import automatic_micro_batch_tokens
-from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
 from grpo_cli.engine.weight_sync import WeightSync
@@ -20,6 +19,7 @@ from grpo_cli.policy.adapter_weights import MergedWeights
 from grpo_cli.policy.adapters import has_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.quantization import DequantizedWeights
+from grpo_cli.precision import computing_dtype
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
@@ -74,7 +74,8 @@ def _build_canary(
     from grpo_cli.engine.vllm_rollouts import sampling_dtype  # noqa: PLC0415  what only vLLM needs is not loaded without it
 
     recipe, asked = inputs.recipe, inputs.recipe.vllm.canary_tolerance
-    trains_in = "bfloat16" if recipe.train.bf16 else dtype_name(policy.model)
+    with inputs.processes.autocast():
+        trains_in = str(computing_dtype(policy)).removeprefix("torch.")
     samples_in = sampling_dtype(recipe, policy)
     return Canary(
         rollouts=rollouts,

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
-from grpo_cli.engine.continued import with_adapter_settings
+from grpo_cli.engine.continued import begun_folder, with_adapter_settings
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import ModelError
-from grpo_cli.policy.adapter_settings import CONFIG_FILE, adapters_folder, read_adapter_settings
-from grpo_cli.policy.locate import with_weights_in
+from grpo_cli.policy.adapter_settings import CONFIG_FILE, read_adapter_settings
+from grpo_cli.policy.locate import locate_model, with_weights_in
 from grpo_cli.policy.quantization import with_quantization
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import ModelSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
@@ -74,7 +75,7 @@ def _of_recipe(loaded: LoadedRecipe) -> EvaluatedModel:
     if begun is None:
         name = model.name_or_path
         return EvaluatedModel(label=_label(name), name=name, section=replace(model, lora=None), adapters=None)
-    folder = adapters_folder(begun, loaded.folder)
+    folder = begun_folder(begun, loaded.folder)
     return EvaluatedModel(
         label=_label_of_folder(folder) if (loaded.folder / begun).exists() else _label(begun),
         name=str(folder),
@@ -168,6 +169,14 @@ def _with_adapters(section: ModelSection, folder: Path) -> ModelSection:
             hint="merge them with `grpo export --merge --base MODEL`, and evaluate that",
         )
     section = replace(section, name_or_path=found.base, revision=found.revision, lora=found.lora)
+    try:
+        locate_model(found.base, Path.cwd())
+    except ModelError as error:
+        raise ModelError(
+            f"--model: {folder} holds adapters that were trained on {found.base}, which is not there any more",
+            hint="`grpo export --merge --base MODEL` names it where it is now; evaluate what that writes",
+        ) from error
+    other_base(folder, section, Path.cwd(), key="--model")
     return with_quantization(section, folder)
 
 

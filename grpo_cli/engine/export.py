@@ -162,7 +162,7 @@ def save_model_folder(stages: Stages, policy: PolicyModel, folder: Path, *, weig
     else:
         model.save_pretrained(folder, state_dict=weights)
     stages.tokenizer.save_pretrained(folder)
-    for name, content in stages.processor_files.items():
+    for name, content in stages.model_files.items():
         (folder / name).write_bytes(content)
     for path in folder.iterdir():  # safetensors writes for the owner's eyes only; a model is shared as any file is
         path.chmod(path.stat().st_mode | (0o666 & ~_umask()))

@@ -10,6 +10,7 @@ from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.stages import Stages
 from grpo_cli.policy.forward import PolicyModel
+from grpo_cli.recipe.adapters_in_words import adapters_in_words
 from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.schema import VllmSection
 from grpo_cli.sharding import whole_shape
@@ -29,6 +30,7 @@ def run_plan(inputs: Inputs, stages: Stages, *, done_steps: int) -> RunPlan:
     return RunPlan(
         run_name=recipe.run_name,
         model=recipe.model.name_or_path,
+        adapters=adapters_in_words(recipe.model),
         parameters=sum(whole_shape(one).numel() for one in model.parameters()),
         trained_parameters=sum(whole_shape(one).numel() for one in model.parameters() if one.requires_grad),
         dtype=f"{dtype}, computing in bfloat16" if recipe.train.bf16 else dtype,

@@ -8,10 +8,12 @@ from typing import Any
 
 from grpo_cli.engine.checkpoint_store import CheckpointStore
 from grpo_cli.engine.continued import with_adapter_settings
+from grpo_cli.engine.export import MODEL_FOLDER
 from grpo_cli.engine.run_directory import checkpoint_to_resume
 from grpo_cli.engine.run_length import Done
 from grpo_cli.engine.state import RunState, read_recipe, read_state
-from grpo_cli.errors import CheckpointError
+from grpo_cli.errors import CheckpointError, ModelError
+from grpo_cli.policy.weights_below import other_base
 from grpo_cli.recipe.compare import changed_keys
 from grpo_cli.recipe.kinds import show
 from grpo_cli.recipe.load import LoadedRecipe
@@ -70,7 +72,7 @@ def find_resumed(loaded: LoadedRecipe, output_dir: Path, resume: str | None, say
 
     Raises:
         CheckpointError: If there is nothing to resume from where one was named, all checkpoints are damaged, or the recipe
-            changed in a way that cannot be followed.
+            changed in a way that cannot be followed, or the weights below adapters did.
         ModelError: If adapters that it goes on from are not found, or the recipe contradicts them.
     """
     if resume is None:
@@ -84,6 +86,7 @@ def find_resumed(loaded: LoadedRecipe, output_dir: Path, resume: str | None, say
     state, loaded = read_state(checkpoint), with_adapter_settings(loaded, checkpoint=checkpoint)
     recipe = loaded.recipe
     _tell_changes(read_recipe(checkpoint), dataclasses.asdict(recipe), say)
+    _check_weights_below(checkpoint, loaded)
     if recipe.grpo.beta != 0 and state.window is not None and not state.window.has_reference:
         raise CheckpointError(
             "--resume: grpo.beta was 0 in the checkpoint's run, and its completions have no reference log-probabilities",
@@ -97,6 +100,18 @@ def find_resumed(loaded: LoadedRecipe, output_dir: Path, resume: str | None, say
         state=state,
         done=Done(steps=state.step + in_window, prompts=state.prompts_drawn),
     )
+
+
+def _check_weights_below(checkpoint: Path, loaded: LoadedRecipe) -> None:
+    """Refuse to put a checkpoint's adapters on other weights than the run has trained them on. That names have changed is told elsewhere."""
+    if loaded.recipe.model.lora is None:
+        return
+    try:
+        other_base(checkpoint / MODEL_FOLDER, loaded.recipe.model, loaded.folder, key="model.name_or_path")
+    except ModelError as error:
+        raise CheckpointError(
+            f"--resume: {error.message}", hint="bring back the weights that the run has begun with"
+        ) from error
 
 
 def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]) -> None:

@@ -60,18 +60,20 @@ def _open(inputs: SamplingInputs, policy: PolicyModel, told: Told, stack: ExitSt
         if recipe.vllm.mode == "server":
             return open_servers(inputs, policy, told, stack)
         return open_colocated(inputs, policy, told)
-    return LocalEngine(
-        policy.model,
-        inputs.tokenizer,
-        max_num_seqs=recipe.generation.max_num_seqs,
-        max_cached_tokens=automatic_cached_tokens(
-            policy, train=recipe.train, processes=inputs.processes, spread=inputs.strategy.spread
-        ),
-        share_prefix=recipe.model.share_prefix,
-        vision=inputs.vision,
-        on_progress=told.progress,
-        on_notice=told.say,
+    cached = automatic_cached_tokens(
+        policy, train=recipe.train, processes=inputs.processes, spread=inputs.strategy.spread
     )
+    with inputs.strategy.whole(policy):  # it looks at once how it can sample, as it will then
+        return LocalEngine(
+            policy.model,
+            inputs.tokenizer,
+            max_num_seqs=recipe.generation.max_num_seqs,
+            max_cached_tokens=cached,
+            share_prefix=recipe.model.share_prefix,
+            vision=inputs.vision,
+            on_progress=told.progress,
+            on_notice=told.say,
+        )
 
 
 def dtype_name(model: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.engine.build import LoadedPolicy, build_stages, load_policy
+from grpo_cli.engine.continued import begun_adapters
 from grpo_cli.engine.distributed import Processes, telling_of_lost_processes
 from grpo_cli.engine.division import count_engines
 from grpo_cli.engine.export import restore
@@ -17,6 +18,7 @@ from grpo_cli.engine.handing_out import own_share
 from grpo_cli.engine.held_out import load_all_held_out, load_scorers
 from grpo_cli.engine.inputs import Inputs
 from grpo_cli.engine.libraries import quiet_libraries
+from grpo_cli.engine.named_parts import check_named_parts
 from grpo_cli.engine.plan import run_plan
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.randomness import RandomState, seed_everything
@@ -119,6 +121,7 @@ def _load_inputs(
 ) -> Inputs:
     """Load everything but the model."""
     recipe, folder, seed = loaded.recipe, loaded.folder, loaded.recipe.train.seed
+    check_named_parts(recipe, folder=folder, begun=begun_adapters(recipe, folder, checkpoint=resumed.checkpoint))
     seed_everything(seed)
     strategy = choose_strategy(recipe, folder=folder, processes=processes, say=lambda line: _tell(console, line))
     scorer = load_scorer(recipe.rewards, loaded, processes)

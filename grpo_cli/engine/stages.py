@@ -76,7 +76,7 @@ class Stages:
         division: Which of them samples what.
         strategy: How they train together.
         tokenizer: Saved with every model.
-        processor_files: Saved with every model, too: what its own prepares images with, by name.
+        model_files: Saved with every model, too: what its own prepares images with, and what tells the weights below adapters, by name.
         prompts: Gives the next prompts.
         weight_sync: Prompts to completions of the newest weights.
         sampling: How training completions are drawn.
@@ -101,7 +101,7 @@ class Stages:
     division: Division
     strategy: Strategy
     tokenizer: Any
-    processor_files: Mapping[str, bytes]
+    model_files: Mapping[str, bytes]
     prompts: PromptSource
     weight_sync: WeightSync
     sampling: Sampling

@@ -14,6 +14,7 @@ from grpo_cli.data.image_columns import has_images
 from grpo_cli.data.sources import load_rows
 from grpo_cli.engine.demand import Demand, image_tokens
 from grpo_cli.engine.memory import MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
+from grpo_cli.engine.named_parts import put_parts
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
 from grpo_cli.engine.strategies.spread import Spread, spread_of, spread_of_zero
@@ -21,11 +22,9 @@ from grpo_cli.engine.vision import VisionLoader
 from grpo_cli.errors import DataError
 from grpo_cli.planning.machine import Machine
 from grpo_cli.planning.work import Model, StepWork, step_seconds, step_work
-from grpo_cli.policy.adapters import attach_adapters
 from grpo_cli.policy.checkpointing import possible_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_shapes, load_tokenizer
-from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import plan_quantization
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.cached_values import cached_values_per_token
@@ -105,11 +104,12 @@ def plan_training(recipe: Recipe, *, folder: Path, machine: Machine) -> Training
         machine: Where it is to train.
 
     Raises:
-        ModelError: If the model's configuration cannot be loaded.
+        ModelError: If the model's configuration cannot be loaded, or the recipe names a part that the model does not have.
         DataError: If the longest prompt has to be looked for, and the dataset cannot be read.
     """
-    shapes, longest = load_shapes(recipe.model, folder=folder), longest_prompt(recipe, folder)
-    policy, sees = _policy(recipe, shapes), _sees(recipe, shapes, folder)
+    shapes = load_shapes(recipe.model, folder=folder)
+    policy, longest = _policy(recipe, shapes), longest_prompt(recipe, folder)
+    sees = _sees(recipe, shapes, folder)
     plan = _plan(recipe, shapes, policy, longest, machine, folder=folder, sees=sees)
     if not plan.is_too_large(machine):
         return plan
@@ -223,10 +223,8 @@ def _demand(
 def _policy(recipe: Recipe, model: Any) -> PolicyModel:
     """Make the policy of a model without weights, with adapters if the recipe asks for them."""
     model = copy.deepcopy(model)
-    frozen = freeze(model, recipe.model.freeze)
-    if recipe.model.lora is not None:
-        attach_adapters(model, recipe.model.lora, frozen=frozen)
-        plan_quantization(model, recipe.model)
+    put_parts(model, recipe)
+    plan_quantization(model, recipe.model)
     return PolicyModel(model, sampling=Sampling(stop_ids=(), max_tokens=recipe.generation.max_completion_length))
 
 

@@ -5,6 +5,8 @@ from rich.table import Table
 
 from grpo_cli.planning.machine import Machine
 from grpo_cli.planning.plan import TrainingPlan
+from grpo_cli.recipe.adapters_in_words import adapters_in_words
+from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.telemetry.readable import duration, magnitude, percent, short, size
 
 WHAT = {
@@ -24,7 +26,7 @@ WHAT = {
 """By component of `MemoryEstimate`."""
 
 
-def print_training_plan(console: Console, plan: TrainingPlan, *, model: str, machine: Machine) -> None:
+def print_training_plan(console: Console, plan: TrainingPlan, *, model: ModelSection, machine: Machine) -> None:
     """Print a plan: lines, and the memory of a process as a table."""
     for label, text in _lines(plan, model, machine):
         console.print(f"{label:<10} {text}", soft_wrap=True, highlight=False, markup=False)
@@ -32,11 +34,12 @@ def print_training_plan(console: Console, plan: TrainingPlan, *, model: str, mac
     console.print(_verdict(plan, machine), soft_wrap=True, highlight=False, markup=False)
 
 
-def _lines(plan: TrainingPlan, model: str, machine: Machine) -> list[tuple[str, str]]:
+def _lines(plan: TrainingPlan, model: ModelSection, machine: Machine) -> list[tuple[str, str]]:
     count, trained = magnitude(plan.parameters), magnitude(plan.trained_parameters)
     of_these = "" if plan.trained_parameters == plan.parameters else f" ({trained} trained)"
     memory = "memory not known" if machine.memory is None else f"{size(machine.memory)} each"
     work, (slowest, share) = plan.work, plan.bottleneck
+    adapters = adapters_in_words(model)
     dtype = str(plan.dtype).removeprefix("torch.")
     passes = ["a forward and backward"]
     passes += [f"{short(work.old_passes)} forwards for old log-probabilities"] if work.old_passes else []
@@ -49,7 +52,8 @@ def _lines(plan: TrainingPlan, model: str, machine: Machine) -> list[tuple[str, 
         f"{work.micro_batches:,} micro-batches of {plan.micro_batch_tokens:,} tokens in the busiest process, each with "
     )
     return [
-        ("model", f"{model}, {count} parameters{of_these}, {dtype}"),
+        ("model", f"{model.name_or_path}, {count} parameters{of_these}, {dtype}"),
+        *([] if adapters is None else [("adapters", adapters)]),
         ("machine", f"{machine.processes} process{plural} on {machine.device.type}, {memory}"),
         ("strategy", plan.spread.name + (f", since {plan.reason}" if plan.reason else "")),
         ("step", step),

@@ -8,6 +8,8 @@ from typing import Any
 
 from grpo_cli.errors import ModelError
 from grpo_cli.hub import stay_offline_without_network
+from grpo_cli.policy.locate import paths_hint
+from grpo_cli.recipe.kinds import bare
 from grpo_cli.recipe.schema import LoraSection
 
 CONFIG_FILE = "adapter_config.json"
@@ -55,9 +57,7 @@ def adapters_folder(name_or_path: str, folder: Path) -> Path:
         if candidate.is_dir():
             return candidate
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
-        raise ModelError(
-            f"{_KEY}: {name_or_path} does not exist", hint=f"paths are taken from {folder} and from {Path.cwd()}"
-        )
+        raise ModelError(f"{_KEY}: {name_or_path} does not exist", hint=paths_hint(folder))
     stay_offline_without_network()
     from huggingface_hub import snapshot_download  # noqa: PLC0415  most runs do without
 
@@ -84,9 +84,14 @@ def read_adapter_settings(folder: Path, *, key: str = _KEY) -> AdapterSettings:
     path = folder / CONFIG_FILE
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{key}: {folder} holds no adapters (it has no {CONFIG_FILE})", hint=f"name a folder with {CONFIG_FILE}"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{key}: {folder} holds no adapters: {error}", hint=f"name a folder with {CONFIG_FILE}"
+            f"{key}: {path} cannot be read: {error}",
+            hint="load the adapters with PeftModel.from_pretrained, and save them again",
         ) from error
     missing = next((name for name in ("r", "lora_alpha", "target_modules") if found.get(name) is None), None)
     if missing is not None and found.get("peft_type") == "LORA":
@@ -128,7 +133,7 @@ def check_weights(folder: Path) -> None:
 def _unknown(found: dict[str, Any]) -> Iterator[str]:
     """Say what `LoraSection` has no words for."""
     if found.get("peft_type") != "LORA":
-        yield f"peft_type is {found.get('peft_type')}"
+        yield f"peft_type is {bare(found.get('peft_type'))}"
     if not isinstance(found.get("target_modules"), list):
         yield f"target_modules is {found.get('target_modules')!r} and not a list"
     if found.get("bias", "none") != "none":

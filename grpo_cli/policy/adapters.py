@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.policy.adapter_dropout import DroppedInputs
 from grpo_cli.policy.adapter_settings import WEIGHTS_FILE
-from grpo_cli.policy.adapter_targets import target_layers, whole_modules
+from grpo_cli.policy.adapter_sizes import PREFIX, sizes_in
+from grpo_cli.policy.adapter_targets import target_layers
 from grpo_cli.policy.adapter_weights import NAME, is_adapter
 from grpo_cli.policy.quantization import dequantized, is_quantized
+from grpo_cli.policy.whole_modules import whole_modules
 from grpo_cli.recipe.schema import LoraSection
 from grpo_cli.sharding import whole_shape
 
 REFERENCE = "reference"
 """What the adapters are called that a run has gone on from, where they are the reference."""
-
-_PREFIX = "base_model.model."
-"""What PEFT puts before the names in its files."""
 
 
 def attach_adapters(
@@ -51,8 +50,8 @@ def attach_adapters(
     from peft import LoraConfig  # noqa: PLC0415  it takes a second to import, and most runs do without
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
 
-    wanted = target_layers(model, section.target_modules, frozen=frozen)
-    copied = whole_modules(model, section.modules_to_save, adapted=wanted, frozen=frozen)
+    copied = whole_modules(model, section.modules_to_save, frozen=frozen)
+    wanted = target_layers(model, section.target_modules, frozen=frozen, whole=copied)
     settings = LoraConfig(
         r=section.r,
         lora_alpha=section.alpha,
@@ -133,10 +132,24 @@ def load_adapters(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: If there are none, or they are others.
     """
-    saved = _saved(folder)
-    wanted = {_name_in_file(name, NAME): one for name, one in _own(model, NAME)}
-    there = {name: one.shape for name, one in saved.items()}
-    asked = {name: whole_shape(one) for name, one in wanted.items()}
+    check_adapters(model, folder)
+    saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    for name, parameter in _own(model, NAME):
+        _set(parameter, saved[_name_in_file(name, NAME)])
+
+
+def check_adapters(model: Any, folder: Path) -> None:
+    """Compare names and sizes of a model's adapters with those of a checkpoint; nothing is read of either's weights.
+
+    Raises:
+        CheckpointError: As `load_adapters` does.
+    """
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds no adapters (it has no {WEIGHTS_FILE})", hint="a run without model.lora trains all weights"
+        )
+    there = sizes_in(folder)
+    asked = {_name_in_file(name, NAME): whole_shape(one) for name, one in _own(model, NAME)}
     other = min((name for name in there | asked if there.get(name) != asked.get(name)), default=None)
     if other is not None:
         problem = (
@@ -147,8 +160,6 @@ def load_adapters(model: Any, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} holds adapters of other layers or sizes than model.lora asks for: {other} {problem}"
         )
-    for name, parameter in wanted.items():
-        _set(parameter, saved[name])
 
 
 def save_adapters(
@@ -168,7 +179,7 @@ def save_adapters(
     model.peft_config[adapter].save_pretrained(folder)
     first = {parameter: name for name, parameter in model.named_parameters()}
     found = {
-        f"{_PREFIX}{_name_in_file(name, adapter)}": parameter if weights is None else weights[first[parameter]]
+        f"{PREFIX}{_name_in_file(name, adapter)}": parameter if weights is None else weights[first[parameter]]
         for name, parameter in _own(model, adapter)
     }
     # Clones, since a file cannot hold one tensor under two names.
@@ -181,15 +192,6 @@ def save_adapters(
 def _own(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Give the parameters of an adapter, under each name that they have."""
     return ((name, one) for name, one in model.named_parameters(remove_duplicate=False) if is_adapter(name, of=adapter))
-
-
-def _saved(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of adapters, under the names that the file has without PEFT's prefix."""
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise CheckpointError(
-            f"{folder} holds no adapters (it has no {WEIGHTS_FILE})", hint="a run without model.lora trains all weights"
-        )
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
 
 
 def _name_in_file(name: str, adapter: str) -> str:

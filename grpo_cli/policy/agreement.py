@@ -19,6 +19,7 @@ from grpo_cli.device_memory import is_out_of_memory
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.split_prompt import SplitPrompt
+from grpo_cli.precision import computing_dtype, is_reduced
 from grpo_cli.types import Segment
 
 TOLERANCE = 1e-3
@@ -125,12 +126,12 @@ class _Probe:
             ModelError: As `choose_forward` says.
         """
         own = _outcome(policy, [(segments, None)], parameters)
-        first = next(policy.parameters())
-        is_reduced = first.dtype.itemsize < torch.float32.itemsize or torch.is_autocast_enabled(first.device.type)
-        _check_numbers(policy, segments, own.logps, tolerance=REPETITION_TOLERANCE if is_reduced else TOLERANCE)
+        dtype = computing_dtype(policy)
+        rounds = is_reduced(dtype)
+        _check_numbers(policy, segments, own.logps, tolerance=REPETITION_TOLERANCE if rounds else TOLERANCE)
         limits = TOLERANCE, TOLERANCE
-        if is_reduced:
-            with _nudged(policy):
+        if rounds:
+            with _nudged(policy, dtype):
                 rounding = _outcome(policy, [(segments, None)], parameters).difference(own)
             limits = _limit(rounding[0]), _limit(rounding[1])
         return cls(own=own, limits=limits, parameters=parameters)
@@ -183,15 +184,13 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def _nudged(policy: PolicyModel) -> Iterator[None]:
-    """Make every second number of the embeddings one unit in the last place larger.
+def _nudged(policy: PolicyModel, dtype: torch.dtype) -> Iterator[None]:
+    """Make every second number of the embeddings one unit in the last place larger, of the type that the model computes in.
 
     Every later rounding falls out in another way then, so what the model says differs by what rounding can do to it. The same
     rows without padding would say less: most of their roundings are the same.
     """
     embedding = policy.model.get_input_embeddings()
-    device = embedding.weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else embedding.weight.dtype
 
     def nudge(_module: nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
         units = torch.arange(embedded.shape[-1], device=embedded.device) % 2

@@ -26,7 +26,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from grpo_cli.errors import CheckpointError, ModelError
 from grpo_cli.onednn import speed_up_linears
 from grpo_cli.policy.adapter_settings import adapters_folder, read_adapter_settings
-from grpo_cli.policy.adapters import attach_adapters, keep_as_reference, load_adapters
+from grpo_cli.policy.adapters import attach_adapters, check_adapters, keep_as_reference, load_adapters
 from grpo_cli.policy.locate import ModelLocation, converted_folder, locate_model
 from grpo_cli.policy.parts import freeze
 from grpo_cli.policy.quantization import check_whole, compute_with_rounded_weights, let_go_of_files, quantization_config
@@ -76,7 +76,7 @@ def load_model(
         attach_adapters(model, section.lora, frozen=frozen, revision=section.revision)
         name = section.lora.adapter_name_or_path
         if name is not None and (adapters is None or keeps_reference):
-            _load_begun(model, begun or adapters_folder(name, folder))
+            load_begun(model, begun or adapters_folder(name, folder))
         if keeps_reference:
             keep_as_reference(model)
         if adapters is not None:
@@ -102,8 +102,16 @@ def _read(section: ModelSection, folder: Path, device: torch.device | str) -> An
     return model
 
 
-def _load_begun(model: Any, folder: Path) -> None:
-    """Load the adapters that a recipe goes on from."""
+def load_begun(model: Any, folder: Path) -> None:
+    """Load the adapters that a recipe goes on from.
+
+    Args:
+        model: With adapters; of one on `meta` names and sizes are compared alone.
+        folder: Of those adapters.
+
+    Raises:
+        ModelError: If they do not fit.
+    """
     try:
         _load_adapters(model, folder)
     except CheckpointError as error:
@@ -114,9 +122,8 @@ def _load_begun(model: Any, folder: Path) -> None:
 
 
 def _load_adapters(model: Any, folder: Path) -> None:
-    """Load adapters into a model that has weights."""
-    if model.device.type != "meta":
-        load_adapters(model, folder)
+    """Load adapters into a model, or see that they fit one that has no weights."""
+    (check_adapters if model.device.type == "meta" else load_adapters)(model, folder)
 
 
 def load_shapes(section: ModelSection, *, folder: Path) -> Any:

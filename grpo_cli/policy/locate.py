@@ -46,10 +46,20 @@ def locate_model(name_or_path: str, folder: Path) -> ModelLocation:
     if looks_like_a_path or name_or_path.endswith(".gguf"):
         raise ModelError(
             f"model.name_or_path: {name_or_path} does not exist",
-            hint=f"paths are taken from {folder} and from {Path.cwd()}",
+            hint=paths_hint(folder),
         )
     stay_offline_without_network()
     return ModelLocation(name_or_path=name_or_path)
+
+
+def paths_hint(folder: Path) -> str:
+    """Say where relative paths of a recipe start from.
+
+    Args:
+        folder: The recipe's.
+    """
+    places = dict.fromkeys((folder, Path.cwd()))
+    return f"paths are taken from {' and from '.join(map(str, places))}"
 
 
 def with_weights_in(section: ModelSection, place: str | Path) -> ModelSection:

@@ -9,7 +9,7 @@ from grpo_cli.recipe.suggest import did_you_mean
 
 VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
 """Of every vision-language model, whatever its family calls them."""
-_PARTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
+PARTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 _VISION_MODULES = frozenset({"vision_tower", "visual", "vision_model", "vision_embed_tokens"})
 _PROJECTOR_MODULES = frozenset(
@@ -86,7 +86,7 @@ def _known(model: nn.Module, part: str, *, key: str) -> dict[str, nn.Parameter]:
     if found:
         return found
     modules = [name for name, _ in model.named_modules() if name]
-    parts = [name for name in _PARTS if parameters_of(model, name)]
+    parts = [name for name in PARTS if parameters_of(model, name)]
     raise ModelError(
         f"{key}: {type(model).__name__} has no part called {part}; allowed: {', '.join([*parts, 'the name of a module'])}",
         hint=did_you_mean(part, [*parts, *modules]),
@@ -95,7 +95,7 @@ def _known(model: nn.Module, part: str, *, key: str) -> dict[str, nn.Parameter]:
 
 def _modules(model: nn.Module, part: str) -> list[str]:
     """Name the modules, or single parameters, that a part's name may mean: the one of this very name, or those that end with it."""
-    if part in _PARTS:
+    if part in PARTS:
         return []
     names = [name for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
     return [part] if part in names else [name for name in names if name.endswith(f".{part}")]

@@ -127,6 +127,9 @@ def compute_with_rounded_weights(model: nn.Module, section: ModelSection) -> Non
     for layer in model.modules():
         if is_quantized(layer):
             vars(layer)["forward"] = partial(_multiply, layer, dtype)
+            vars(layer)["compute_dtype"] = (
+                dtype  # for those who ask (see `computing_dtype`): transformers has put another one there
+            )
 
 
 def _multiply(layer: Any, dtype: torch.dtype | None, inputs: Tensor) -> Tensor:

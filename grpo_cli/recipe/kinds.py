@@ -103,3 +103,8 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return f"the list {text}"
     return f"the mapping {text}" if isinstance(value, dict) else text
+
+
+def bare(value: Any) -> str:
+    """Write a value of a recipe as it may stand there: words without quotes."""
+    return value if isinstance(value, str) else show(value)

@@ -1,6 +1,7 @@
 """What a misspelled or misplaced name was probably meant to be."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from grpo_cli.recipe.kinds import fields_of
@@ -69,6 +70,8 @@ OTHER_NAMES = {
 }
 """Names that users bring from TRL and its relatives, to what they are here."""
 
+_NUMBER = re.compile(r"\d+")
+
 _PREFIXES = {"lora": _ADAPTERS, "hub_": OTHER_NAMES["push_to_hub"]}
 
 
@@ -90,6 +93,18 @@ def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
+
+
+def of_same_number(word: str, candidates: Iterable[str]) -> str | None:
+    """Give the only candidate that has the number in it which a word has, as `8bit` is meant by int8.
+
+    Args:
+        word: What was found.
+        candidates: What it may have meant.
+    """
+    number = _NUMBER.findall(word)
+    found = [candidate for candidate in candidates if number and _NUMBER.findall(candidate) == number]
+    return found[0] if len(found) == 1 else None
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str | None:

@@ -1,5 +1,6 @@
 """A recipe in a few lines."""
 
+from grpo_cli.recipe.adapters_in_words import adapters_in_words
 from grpo_cli.recipe.addresses import server_addresses
 from grpo_cli.recipe.reward_names import reward_name
 from grpo_cli.recipe.schema import Recipe, VllmSection
@@ -10,8 +11,10 @@ def summary(recipe: Recipe) -> str:
     train, model, dataset = recipe.train, recipe.model, recipe.dataset
     rewards = ", ".join(reward_name(entry) for entry in recipe.rewards.reward_funcs)
     completions = f"{train.prompts_per_step} prompts x {recipe.grpo.num_generations} completions"
+    adapters = adapters_in_words(model, read=False)
     lines = [
         f"model    {model.name_or_path}, trained on {dataset.name} ({dataset.split})",
+        *([] if adapters is None else [f"adapters {adapters}"]),
         f"rewards  {rewards}; loss {recipe.grpo.loss_type}",
         f"length   {_length(recipe)}; each step {completions} of up to {recipe.generation.max_completion_length} tokens",
     ]

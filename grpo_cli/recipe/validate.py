@@ -12,7 +12,7 @@ from grpo_cli.recipe.kinds import default_of, describe, fields_of, is_section, i
 from grpo_cli.recipe.position import KeyPath, Placed, key_text
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.recipe.schema.option import Range
-from grpo_cli.recipe.suggest import nearest
+from grpo_cli.recipe.suggest import nearest, of_same_number
 from grpo_cli.recipe.unknown import unknown_key
 from grpo_cli.recipe.writing import how_to_write
 
@@ -176,6 +176,7 @@ class _Checker:
     ) -> _Refused:
         value = placed.plain()
         close = nearest(value, choices) if isinstance(value, str) else None
+        close = close or of_same_number(str(value), choices)
         hint = f"did you mean `{close}`?" if close else how_to_write(value, kind, choices)
         self._report(path, placed.where, f"found {show(value)}; allowed: {allowed}", hint)
         return _REFUSED

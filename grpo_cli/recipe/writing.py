@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_cli.recipe.kinds import show
+from grpo_cli.recipe.kinds import bare, show
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -24,7 +24,7 @@ def how_to_write(value: Any, kind: type[Any] | None, choices: tuple[str, ...]) -
         return "leave the key out for its default"
     is_single_item = isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list | dict)
     if is_single_item and kind is not None:
-        return f"write {_bare(value[0])}"
+        return f"write {bare(value[0])}"
     guess = _GUESSES.get(kind)
     return guess(value) if guess is not None else None
 
@@ -54,11 +54,7 @@ def _as_string(value: Any) -> str | None:
 
 
 def _as_list(value: Any) -> str | None:
-    return None if isinstance(value, dict) else f"write [{_bare(value)}]"
-
-
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else show(value)
+    return None if isinstance(value, dict) else f"write [{bare(value)}]"
 
 
 _GUESSES: Mapping[type[Any] | None, Callable[[Any], str | None]] = {

@@ -17,6 +17,7 @@ class RunPlan:
     Attributes:
         run_name: The run's name.
         model: What was loaded.
+        adapters: What is trained, such as `rank 16, alpha 32, on all-linear`; None: the weights themselves.
         parameters: Number of parameters.
         trained_parameters: Those that the optimizer moves.
         dtype: Of the weights, such as `float32`; with what autocast computes in, such as `float32, computing in bfloat16`.
@@ -51,6 +52,7 @@ class RunPlan:
     trained_parameters: int
     dtype: str
     device: str
+    adapters: str | None = None
     processes: int = 1
     engine: str | None = None
     dataset: str
@@ -87,6 +89,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Write the plan as topics and sentences."""
     return [
         ("model", _model(plan)),
+        *([] if plan.adapters is None else [("adapters", plan.adapters)]),
         *([] if plan.engine is None else [("engine", plan.engine)]),
         ("data", f"{plan.dataset}, {'streaming' if plan.rows is None else f'{plan.rows:,} rows'}"),
         ("rewards", _rewards(plan)),

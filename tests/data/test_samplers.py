@@ -195,7 +195,7 @@ def test_a_stream_gives_the_prompts_of_the_map_style_dataset() -> None:
     [
         (["another", *PROMPTS[1:]], {}, r"content was \w+, is \w+"),
         (PROMPTS, {"seed": 7}, "seed was 0, is 7"),
-        (PROMPTS, {"shuffle": False}, "shuffle was True, is False"),
+        (PROMPTS, {"shuffle": False}, "shuffle was true, is false"),
         (PROMPTS, {"max_prompt_length": 500}, r"prompt settings was \w+, is \w+"),
     ],
 )

@@ -1,5 +1,6 @@
 """Whole runs that train adapters of every kind: ratios, resumption, and going on from another run's adapters."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from e2e.experiment import assert_same_run, make_experiment, records, weights
 from e2e.test_resume import stop_at_every_step, train
 from safetensors.torch import load_file
+from tiny_models import build_tiny_model
 
-from grpo_cli.errors import ModelError
+from grpo_cli.engine.continued import with_adapter_settings
+from grpo_cli.errors import CheckpointError, DataError, ModelError
+from grpo_cli.recipe.load import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -85,8 +89,8 @@ def test_what_contradicts_adapters_is_refused(tiny_model_folder: Path, tmp_path:
     going_on = {"model.lora.adapter_name_or_path": final}
     for key, value, found in (
         ("r", 16, "16"),
-        ("use_dora", "true", "True"),
-        ("target_modules", "[q_proj, v_proj]", r"\['q_proj', 'v_proj'\]"),
+        ("use_dora", "true", "true"),
+        ("target_modules", "[q_proj, v_proj]", r'the list \["q_proj", "v_proj"\]'),
     ):
         with pytest.raises(ModelError, match=rf"model\.lora\.{key}: found {found}; the adapters of .* have"):
             train(experiment, "run", {**going_on, f"model.lora.{key}": value})
@@ -94,3 +98,44 @@ def test_what_contradicts_adapters_is_refused(tiny_model_folder: Path, tmp_path:
     with pytest.raises(ModelError, match=r"model\.name_or_path: .* holds adapters") as caught:
         train(experiment, "other", {"model.name_or_path": final})
     assert "model.lora.adapter_name_or_path" in str(caught.value.hint)
+
+
+def test_a_run_goes_on_from_the_directory_of_another_and_knows_the_weights_below(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """As from its final model, with nothing to tell of a model that has only another path; and on no other weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    experiment = make_experiment(
+        tmp_path, Path("model"), model={"lora": {"r": 2}}, grpo={"beta": 0.05}, train={"max_steps": 2, "save_steps": 1}
+    )
+    train(experiment, "first")
+    first = experiment.output("first")
+    train(experiment, "from its model", {"model.lora.adapter_name_or_path": first / "final"})
+    train(experiment, "from the run", {"model.lora.adapter_name_or_path": first})
+    assert_same_run(experiment.output("from the run"), experiment.output("from its model"))
+    going_on = load_recipe(experiment.recipe, [f"model.lora.adapter_name_or_path={first}"])
+    assert with_adapter_settings(going_on).notices == ()
+    build_tiny_model(folder, seed=1)
+    for resumed in ({}, {"model.lora.adapter_name_or_path": first}):
+        with pytest.raises(CheckpointError, match=r"^--resume: model\.name_or_path: model has other weights than when"):
+            train(
+                experiment, "from the run" if resumed else "first", {**resumed, "train.max_steps": 3}, resume="newest"
+            )
+    with pytest.raises(ModelError, match=r"^model\.name_or_path: model has other weights than when"):
+        train(experiment, "again", {"model.lora.adapter_name_or_path": first})
+
+
+def test_names_of_parts_are_looked_up_before_any_row_is_read(tiny_model_folder: Path, tmp_path: Path) -> None:
+    experiment = make_experiment(tmp_path, tiny_model_folder, dataset={"name": "my_rows.read"})
+    (tmp_path / "my_rows.py").write_text("def read():\n    raise RuntimeError('rows were asked for')\n")
+    for changes in (
+        {"model.freeze": "[lm_hed]"},
+        {"train.learning_rates.lm_hed": 0.1},
+        {"model.lora.target_modules": "[q]"},
+    ):
+        (name,) = changes
+        with pytest.raises(ModelError, match=name.removesuffix(".lm_hed")):
+            train(experiment, "never", changes)
+    with pytest.raises(DataError, match="rows were asked for"):
+        train(experiment, "never")

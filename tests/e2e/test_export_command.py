@@ -1,5 +1,6 @@
 """`grpo export` as a user runs it: what it writes computes what was trained."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment
+from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_start import WarmStart
 
@@ -63,6 +65,19 @@ def test_merged_adapters_are_a_whole_model_that_says_the_same(
     assert not list(tmp_path.glob(".writing-*"))
 
 
+def test_adapters_that_tell_nothing_of_the_weights_below_are_merged_with_a_notice(
+    experiment: Experiment, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
+) -> None:
+    shutil.copytree(experiment.output() / "final", tmp_path / "adapters")
+    (tmp_path / "adapters" / "adapter_base.json").unlink()
+    shutil.copytree(tiny_model_folder, tmp_path / "moved")
+    outcome = warm.run("export", "--merge", "--base", tmp_path / "moved", tmp_path / "adapters", tmp_path / "new")
+    assert outcome.returncode == 0, outcome.stderr
+    told = f"they were trained on {tiny_model_folder}; --base is {tmp_path / 'moved'}"
+    assert outcome.stdout.splitlines()[0] == f"notice: {tmp_path / 'adapters'}: {told}"
+    assert not list((tmp_path / "new").glob("adapter_*"))
+
+
 def test_a_checkpoints_model_is_copied_as_it_is(experiment: Experiment, tmp_path: Path) -> None:
     checkpoint = experiment.output() / "checkpoints" / "step-000001"
     assert export(checkpoint, tmp_path / "copy").returncode == 0
@@ -75,12 +90,18 @@ def test_what_cannot_be_exported_is_told_in_a_line(
     experiment: Experiment, tiny_model_folder: Path, tmp_path: Path, warm: WarmStart
 ) -> None:
     (tmp_path / "there").mkdir()
+    other = build_tiny_model(tmp_path / "other", seed=1)
     for arguments, code, message in (
         ((experiment.output(), tmp_path / "there"), 5, f"{tmp_path / 'there'} is there already"),
         ((tmp_path / "nothing", tmp_path / "new"), 5, f"{tmp_path / 'nothing'} holds no model"),
         (("--merge", tiny_model_folder, tmp_path / "new"), 2, "holds no adapters, so there is nothing to merge"),
         (("--base", "x", experiment.output(), tmp_path / "new"), 2, "add --merge"),
-        (("--merge", "--base", "./gone", experiment.output(), tmp_path / "new"), 2, "./gone does not exist"),
+        (("--merge", "--base", "./gone", experiment.output(), tmp_path / "new"), 2, "--base: ./gone does not exist"),
+        (
+            ("--merge", "--base", other, experiment.output(), tmp_path / "new"),
+            2,
+            f"--base: {other} has other weights than",
+        ),
     ):
         outcome = warm.run("export", *arguments)
         assert (outcome.returncode, message in outcome.stderr) == (code, True), outcome.stderr

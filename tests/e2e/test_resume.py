@@ -245,7 +245,7 @@ def test_a_changed_recipe_is_told_and_what_cannot_change_is_refused(
         stop_after(2, monkeypatch)
         with pytest.raises(Interrupted):
             train(experiment, "run")
-    with pytest.raises(CheckpointError, match=r"--resume: model\.dtype was \"float32\""):
+    with pytest.raises(CheckpointError, match=r'--resume: model\.dtype was "float32"'):
         train(experiment, "run", {"model.dtype": "bfloat16", "train.learning_rate": 0.1}, resume="newest")
     capsys.readouterr()
     train(experiment, "run", {"train.learning_rate": 0.1}, resume="newest")

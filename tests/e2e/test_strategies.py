@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.experiment import Experiment, make_experiment, records, weights
-from many_processes import Job, Launched, assert_close, overrides, start_forked, train_in_forked
+from many_processes import Job, Launched, assert_close, overrides, run_forked, start_forked, train_in_forked
 from safetensors.torch import load_file
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
@@ -208,6 +208,23 @@ def test_adapters_outside_of_layers_and_layers_of_other_names_are_trained(
     run(load_recipe(experiment.recipe, overrides({**changes, "train.output_dir": one})))
     train_in_forked(warm, 2, [(experiment.recipe, {**changes, **settings("fsdp2"), "train.output_dir": two}, None)])
     assert_close(two, one)
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_zero3", "fsdp2"])
+def test_completions_are_sampled_the_fast_way_where_weights_are_in_parts(
+    experiment: Experiment, warm: WarmStart, strategy: str
+) -> None:
+    """The engine looks at the model before it samples, when no process has all of it by itself."""
+    changes: dict[str, object] = {
+        **settings(strategy),
+        "train.max_steps": 1,
+        "model.lora": "{r: 2}",
+        "train.output_dir": experiment.output(f"fast {strategy}"),
+    }
+    codes, output, errors = run_forked(warm, 2, "train", experiment.recipe, *overrides(changes))
+    assert codes == [0, 0], errors
+    assert "rank 2, alpha 32, on all-linear" in output
+    assert "LlamaForCausalLM: " not in output, "which a notice of a slower way begins with"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

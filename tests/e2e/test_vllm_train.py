@@ -205,6 +205,15 @@ def test_adapters_are_sampled_with(merged: bool, model: Path, tmp_path: Path, wa
     assert records(experiment.output())[-1]["kl"] > 0
 
 
+def test_products_in_bfloat16_are_taken_for_rounding(model: Path, tmp_path: Path, warm_vllm: WarmStart) -> None:
+    """vLLM has the weights as floats, and multiplies in float32: more than float32 allows, and less than wrong weights would show."""
+    experiment = make(tmp_path, model, mode="colocate")
+    outcome = train(experiment, *ROUNDED, "model.bnb_4bit_compute_dtype=bfloat16", "train.max_steps=2", warm=warm_vllm)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "LlamaForCausalLM: " not in outcome.stdout, "which a notice of a slower way begins with"
+    assert 0.001 < records(experiment.output())[0]["sampling/logp_difference/mean"] < 0.1
+
+
 def test_the_last_of_the_weights_are_sampled_from(colocated: tuple[Experiment, str]) -> None:
     """The run learns: with the weights of the beginning, the reward would stay where it was."""
     told = records(colocated[0].output())

@@ -1,15 +1,20 @@
 """What `--model` may name: folders of all kinds, short names of the run's own models, and hub ids."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_models import build_tiny_model
 
 from grpo_cli.engine.checkpoint_store import BestCheckpoint, CheckpointStore
 from grpo_cli.engine.evaluated_model import EvaluatedModel, evaluated_models
 from grpo_cli.engine.model_folder import model_folder
 from grpo_cli.errors import CheckpointError, ModelError
+from grpo_cli.policy.adapters import save_adapters
+from grpo_cli.policy.load import load_model
+from grpo_cli.policy.weights_below import base_file
 from grpo_cli.recipe.load import LoadedRecipe
 from grpo_cli.recipe.schema import DatasetSection, LoraSection, ModelSection, Recipe, RewardsSection, TrainSection
 
@@ -118,6 +123,27 @@ def test_adapters_bring_the_model_below_and_their_settings(recipe: Recipe, tmp_p
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": "all"}))
     with pytest.raises(ModelError, match="grpo export --merge"):
         found(recipe, folder)
+
+
+def test_adapters_on_weights_that_are_gone_or_others_are_refused(
+    recipe: Recipe, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    below = tmp_path / "below"
+    shutil.copytree(tiny_model_folder, below)
+    section = ModelSection(name_or_path=str(below), lora=LoraSection(r=2))
+    save_adapters(load_model(section, folder=tmp_path), tmp_path / "adapters")
+    for name, content in base_file(section, tmp_path).items():
+        (tmp_path / "adapters" / name).write_bytes(content)
+    assert found(recipe, tmp_path / "adapters")[0].section.name_or_path == str(below)
+    build_tiny_model(below, seed=1)
+    with pytest.raises(ModelError, match=rf"^--model: {below} has other weights than when the adapters in"):
+        found(recipe, tmp_path / "adapters")
+    shutil.rmtree(below)
+    with pytest.raises(
+        ModelError, match=rf"^--model: .* were trained on {below}, which is not there any more\n"
+    ) as caught:
+        found(recipe, tmp_path / "adapters")
+    assert "grpo export --merge --base" in str(caught.value.hint)
 
 
 def test_two_models_of_one_name_are_told_apart(recipe: Recipe, tmp_path: Path) -> None:

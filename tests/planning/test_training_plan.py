@@ -1,5 +1,6 @@
 """What a plan says, against numbers that are counted by hand."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from grpo_cli.cli.app import _Options, app
 from grpo_cli.engine.strategies.spread import spread_of
-from grpo_cli.errors import DataError, GrpoError
+from grpo_cli.errors import DataError, GrpoError, ModelError
 from grpo_cli.planning.machine import SPEEDS, Machine, planned_machine
 from grpo_cli.planning.plan import longest_prompt, plan_training
+from grpo_cli.planning.report import print_training_plan
 from grpo_cli.planning.work import Model, step_seconds, step_work
 from grpo_cli.policy.load import load_shapes
 from grpo_cli.recipe.load import load_recipe
@@ -278,3 +281,21 @@ def test_frozen_parts_have_no_gradients(tiny_model_folder: Path) -> None:
     frozen = "model.freeze=[model.layers.0]"
     assert trained() - trained(frozen) == layer
     assert trained("model.lora={r: 2}", frozen) == trained("model.lora={r: 2}") // 2
+
+
+def test_names_of_parts_are_looked_up_before_the_dataset_is_read(tiny_model_folder: Path) -> None:
+    """Whose stream would be refused."""
+    for change in ("train.learning_rates.lm_hed=0.1", "model.freeze=[lm_hed]", "model.lora.target_modules=[q_prj]"):
+        changes = [f"model.name_or_path={tiny_model_folder}", "dataset.streaming=true", "train.max_steps=5", change]
+        recipe = load_recipe(Path("recipes/quickstart.yaml"), changes).recipe
+        with pytest.raises(ModelError, match=r"did you mean `(lm_head|q_proj)`"):
+            plan_training(recipe, folder=tiny_model_folder, machine=machine_of(1))
+
+
+def test_adapters_and_rounding_are_shown(tiny_model_folder: Path) -> None:
+    changes = ["model.lora={r: 2, target_modules: [q_proj]}", "model.quantization=4bit", "dataset.max_prompt_length=8"]
+    recipe = load_recipe(Path("recipes/quickstart.yaml"), [f"model.name_or_path={tiny_model_folder}", *changes]).recipe
+    plan = plan_training(recipe, folder=tiny_model_folder, machine=machine_of(1))
+    written = io.StringIO()
+    print_training_plan(Console(file=written, width=200), plan, model=recipe.model, machine=machine_of(1))
+    assert "adapters   rank 2, alpha 32, on q_proj; on weights in 4 bits (nf4)\n" in written.getvalue()

@@ -245,12 +245,62 @@ def test_adapters_of_another_kind_are_refused_in_a_line(
 
 def test_modules_that_cannot_be_trained_whole_are_refused(tiny_model_folder: Path) -> None:
     for names, message in (
-        (["embeddings"], "has no modules called embeddings"),
-        (["self_attn"], "has no weights of its own"),
-        (["q_proj"], "q_proj gets adapters as well; allowed: one of the two"),
+        (
+            ["embd_tokens"],
+            "has no modules called embd_tokens\n  hint: did you mean `embed_tokens`[?] those with weights are ",
+        ),
+        (["projector"], "has no modules called projector"),
+        (["rotary_emb"], "rotary_emb has no weights; allowed: modules that have"),
+        (["self_attn"], "q_proj gets adapters as well; allowed: one of the two"),
     ):
         with pytest.raises(ModelError, match=rf"model\.lora\.modules_to_save: .*{message}"):
-            adapted(tiny_model_folder, modules_to_save=names)
+            adapted(tiny_model_folder, modules_to_save=names, target_modules=["q_proj", "up_proj"])
+    with pytest.raises(ModelError, match=r"modules_to_save: it leaves no linear layer that could get adapters"):
+        adapted(tiny_model_folder, modules_to_save=["layers"])
+
+
+def test_of_a_module_without_weights_those_inside_it_are_trained_whole(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """And `all-linear` puts adapters on the others."""
+    model = adapted(tiny_model_folder, modules_to_save=["layers.0.self_attn"])
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    whole = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert {name for name in trained if ".modules_to_save." in name} == {
+        f"{name}.modules_to_save.default.weight" for name in whole
+    }
+    assert sum(".lora_A." in name for name in trained) == 2 * 7 - 4
+    train_a_little(model)
+    save_adapters(model, tmp_path)
+    merged = merged_model(tmp_path)
+    torch.testing.assert_close(logps(merged), logps(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm"])
+def test_a_projector_is_trained_whole_by_the_name_that_freeze_has_for_it(
+    family: str, vision_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = vision_folder(family)
+    frozen = load_model(ModelSection(name_or_path=str(folder), freeze=["projector"]), folder=folder)
+    projector = {name: one for name, one in frozen.named_parameters() if not one.requires_grad}
+    model = adapted(folder, modules_to_save=["projector"])
+    copies = {
+        name.replace(".modules_to_save.default", ""): one.shape
+        for name, one in model.named_parameters()
+        if one.requires_grad and ".modules_to_save." in name
+    }
+    assert copies == {name: one.shape for name, one in projector.items()}
+    before = logps(model)
+    train_a_little(model)
+    assert (logps(model) - before).abs().max() > 0.01
+    save_adapters(model, tmp_path)
+    torch.testing.assert_close(logps(merged_model(tmp_path)), logps(model), rtol=1e-4, atol=1e-4)
+
+
+def test_a_projector_with_a_weight_outside_of_its_modules_names_them(vision_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError) as caught:
+        adapted(vision_folder("llava_next"), modules_to_save=["projector"])
+    assert "a weight that is in no module of its own, model.image_newline; allowed: modules" in caught.value.message
+    names = ("linear_1", "linear_2")
+    assert caught.value.hint == f"name those of it: {', '.join(f'model.multi_modal_projector.{one}' for one in names)}"
 
 
 def test_a_model_that_sees_has_all_kinds_and_is_merged_to_one_that_says_the_same(

@@ -147,9 +147,9 @@ def test_adapters_of_another_kind_are_refused(tiny_model_folder: Path, tmp_path:
 
 
 def test_layers_that_are_not_there_or_not_linear_are_refused(tiny_model_folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no layers called q_projection") as caught:
-        adapted(tiny_model_folder, target_modules=["q_projection"])
-    assert "q_proj, " in str(caught.value.hint)
+    with pytest.raises(ModelError, match=r"has no layers called q_prj") as caught:
+        adapted(tiny_model_folder, target_modules=["q_prj"])
+    assert str(caught.value.hint).startswith("did you mean `q_proj`? its linear layers are down_proj, ")
     for name in ("embed_tokens", "lm_head", "mlp"):
         with pytest.raises(ModelError, match=rf"{name} gets no adapters; allowed: linear layers other than the head"):
             adapted(tiny_model_folder, target_modules=["q_proj", name])

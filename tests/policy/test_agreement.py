@@ -17,7 +17,7 @@ from grpo_cli.policy.agreement import LENGTH_OF_A_REASON, choose_forward
 from grpo_cli.policy.forward import PolicyModel, has_windows
 from grpo_cli.policy.load import load_model, load_tokenizer
 from grpo_cli.policy.two_part import RowBlocks, two_part_attention
-from grpo_cli.recipe.schema import ModelSection
+from grpo_cli.recipe.schema import LoraSection, ModelSection
 from grpo_cli.types import Segment
 
 SMALL = {
@@ -54,6 +54,13 @@ def from_config(config: Any) -> PolicyModel:
     return PolicyModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), sampling=SAMPLING)
 
 
+def quantized_model(folder: Path) -> Any:
+    """Adapters beside 4-bit weights that are multiplied in bfloat16, though everything else is float32."""
+    rounding: dict[str, Any] = {"quantization": "4bit", "bnb_4bit_compute_dtype": "bfloat16"}
+    section = ModelSection(name_or_path=str(folder), lora=LoraSection(r=4), **rounding)
+    return load_model(section, folder=folder)
+
+
 def blind(query: Any, key: Any, value: Any, blocks: RowBlocks, scaling: Any) -> torch.Tensor:
     """Completions that do not see their prompt."""
     return two_part_attention(query, key, value, RowBlocks(own=blocks.own, shared=()), scaling)
@@ -63,17 +70,18 @@ def without_gradient_of_keys(query: Any, key: Any, value: Any, *rest: Any) -> to
     return two_part_attention(query, key.detach(), value.detach(), *rest)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "products of 4-bit weights"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_right_way_is_taken_and_a_wrong_one_noticed_in_every_precision(
     precision: str, *, gathered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = build_tiny_model(tmp_path, initializer_range=0.1, num_layers=4)
+    folder = build_tiny_model(tmp_path, initializer_range=0.1, num_layers=4, hidden_size=64)
     context = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     dtype: Precision = "bfloat16" if precision == "bfloat16" else "float32"
 
     def choose() -> tuple[PolicyModel, list[str]]:
-        policy = PolicyModel(load(folder, dtype=dtype), sampling=SAMPLING)
+        quantized = precision == "products of 4-bit weights"
+        policy = PolicyModel(quantized_model(folder) if quantized else load(folder, dtype=dtype), sampling=SAMPLING)
         with context:
             return policy, choose_forward(policy, PROBE)
 

@@ -56,6 +56,35 @@ def test_a_fine_recipe_is_summed_up(grpo: Command, recipe_folder: Path) -> None:
     assert grpo("check", "good.yaml") == Outcome(code=0, out=FINE, err="")
 
 
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        (["model.lora={}"], "rank 16, alpha 32, on all-linear"),
+        (
+            [
+                "model.lora={r: 8, alpha: 4.5, target_modules: [layers.0.q_proj, layers.1.q_proj, v_proj], use_dora: true}",
+                "model.lora.modules_to_save=[norm]",
+                "model.lora.dropout=0.1",
+            ],
+            "DoRA rank 8, alpha 4.5, on q_proj, v_proj; norm trained whole; dropout 0.1",
+        ),
+        (
+            ["model.lora={}", "model.quantization=4bit", "model.bnb_4bit_compute_dtype=bfloat16"],
+            "rank 16, alpha 32, on all-linear; on weights in 4 bits (nf4, multiplied in bfloat16)",
+        ),
+        (
+            ["model.lora={adapter_name_or_path: org/adapters}", "model.quantization=8bit"],
+            "those of org/adapters; on weights in 8 bits",
+        ),
+    ],
+)
+def test_adapters_and_rounding_are_summed_up(
+    changes: list[str], shown: str, grpo: Command, recipe_folder: Path
+) -> None:
+    lines = FINE.splitlines()
+    assert grpo("check", "good.yaml", *changes).out.splitlines() == [*lines[:2], f"  adapters {shown}", *lines[2:]]
+
+
 def test_notices_follow_the_summary(grpo: Command, recipe_folder: Path) -> None:
     outcome = grpo("check", "good.yaml", "model.dtype=bfloat16", "eval.dataset.name=prompts.jsonl")
     assert (outcome.code, outcome.err) == (0, "")

@@ -90,3 +90,9 @@ def test_an_engine_other_than_the_built_in_one_is_told() -> None:
 def test_memory_with_an_unknown_part_is_a_lower_bound() -> None:
     plan = replace(PLAN, memory={"weights": 2**30, "reference": 0, "cache": None}, memory_peak=2**30)
     assert dict(plan_rows(plan))["memory"] == "at least 1.0 GiB (weights 1.0 GiB, cache unknown), cpu has 16.0 GiB"
+
+
+def test_adapters_are_told_after_the_model() -> None:
+    rows = plan_rows(replace(PLAN, adapters="rank 16, alpha 32, on all-linear"))
+    assert rows[1] == ("adapters", "rank 16, alpha 32, on all-linear")
+    assert [row for row in rows if row[0] != "adapters"] == plan_rows(PLAN)

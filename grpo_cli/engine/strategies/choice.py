@@ -17,9 +17,9 @@ from grpo_cli.engine.strategies.replicas import Replicas
 from grpo_cli.engine.strategies.strategy import Strategy
 from grpo_cli.engine.strategies.zero import Zero, check_zero_settings
 from grpo_cli.errors import ModelError, Problem, RecipeError, TrainingError
-from grpo_cli.policy.adapter_targets import whole_modules
 from grpo_cli.policy.load import load_shapes, weights_dtype
 from grpo_cli.policy.parts import parameters_of
+from grpo_cli.policy.whole_modules import whole_modules
 from grpo_cli.recipe.schema import Recipe, VllmSection
 
 SHARE_OF_MEMORY = 0.6
@@ -112,7 +112,7 @@ def copy_bytes(recipe: Recipe, model: nn.Module) -> int:
         trained = sum(one.nbytes for one in model.parameters() if id(one) not in frozen)
         return weights * (2 if has_reference else 1) + 3 * trained
     # The matrices are small, and the reference is in the policy; but there are copies of what is trained whole.
-    modules = map(model.get_submodule, whole_modules(model, lora.modules_to_save, adapted=()))
+    modules = map(model.get_submodule, whole_modules(model, lora.modules_to_save))
     copied = {id(one): one.nbytes for module in modules for one in module.parameters(recurse=False)}
     keeps_reference = has_reference and lora.adapter_name_or_path is not None
     return weights + sum(copied.values()) * (5 if keeps_reference else 4)

@@ -16,8 +16,8 @@ class LoraSection:
     )
     target_modules: list[str] = option(
         factory=lambda: ["all-linear"],
-        help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head "
-        "and the parts in `model.freeze`, and in a mixture of experts all but routers and feed-forward layers.",
+        help="Ends of the names of the linear layers that get adapters, such as `[q_proj, v_proj]`; `[all-linear]`: all but the head, the "
+        "parts in `model.freeze` and what is in `modules_to_save`, and in a mixture of experts all but routers and feed-forward layers.",
     )
     use_rslora: bool = option(False, help="Scale by the square root of the rank, so that high ranks learn as fast.")
     use_dora: bool = option(
@@ -33,12 +33,12 @@ class LoraSection:
     )
     modules_to_save: list[str] = option(
         factory=list,
-        help="Ends of the names of modules that are trained whole beside the adapters, such as `[embed_tokens, lm_head]`. vLLM is then sent "
-        "merged weights.",
+        help="Modules that are trained whole beside the adapters, such as `[embed_tokens, lm_head]`: ends of their names, or parts as "
+        "`model.freeze` names them. vLLM is then sent merged weights.",
     )
     adapter_name_or_path: str | None = option(
         None,
-        help="Folder or hub id of adapters to go on from. They say r, alpha, target_modules, use_rslora, use_dora and modules_to_save, and the "
+        help="Adapters to go on from: their folder, a checkpoint, a run directory or a hub id. They say r, alpha, target_modules, use_rslora, use_dora and modules_to_save, and the "
         "reference of the KL term is the model with them as they are there.",
     )
 

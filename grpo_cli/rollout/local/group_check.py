@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_cli.device_memory import is_out_of_memory
+from grpo_cli.precision import computing_dtype, is_reduced
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
 from grpo_cli.rollout.local.prompt_images import PromptImages
 from grpo_cli.sharding import whole_shape
@@ -60,9 +61,7 @@ def obstacle(model: Any, vision: VisionProcessor | None = None) -> str | None:
             raise
         return _in_words(error)
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    weight = model.get_input_embeddings().weight
-    reduced = weight.dtype.itemsize < torch.float32.itemsize or torch.is_autocast_enabled(weight.device.type)
-    if difference <= (_REDUCED_LIMIT if reduced else _LIMIT):
+    if difference <= (_REDUCED_LIMIT if is_reduced(computing_dtype(model)) else _LIMIT):
         return None
     return f"its logits would differ by {difference:.2g} of the largest"
 

@@ -1,0 +1,24 @@
+"""In what precision a model computes: how much two right ways to the same numbers may differ depends on it."""
+
+import torch
+from torch import nn
+
+
+def computing_dtype(model: nn.Module) -> torch.dtype:
+    """Give the least precise type that a model computes in: its weights', autocast's, or what quantized layers multiply in.
+
+    Args:
+        model: One whose first floating-point weight has the precision of the others.
+    """
+    first = next(one for one in model.parameters() if one.is_floating_point())
+    kinds = {first.dtype}
+    if torch.is_autocast_enabled(first.device.type):
+        kinds.add(torch.get_autocast_dtype(first.device.type))
+    asked = (getattr(layer, "compute_dtype", None) for layer in model.modules())  # bitsandbytes' name for it
+    kinds |= {one for one in asked if isinstance(one, torch.dtype)}
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps)
+
+
+def is_reduced(dtype: torch.dtype) -> bool:
+    """Tell whether a type is less precise than float32."""
+    return dtype.itemsize < torch.float32.itemsize

@@ -1,0 +1,39 @@
+"""What a model computes in is the least precise of all that takes part."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import build_tiny_model
+
+from grpo_cli.policy.load import load_model
+from grpo_cli.precision import computing_dtype, is_reduced
+from grpo_cli.recipe.schema import LoraSection, ModelSection
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"quantization": "8bit"}, torch.float32),
+        ({"quantization": "4bit"}, torch.float32),
+        ({"quantization": "4bit", "bnb_4bit_compute_dtype": "bfloat16"}, torch.bfloat16),
+        ({"quantization": "4bit", "dtype": "bfloat16", "bnb_4bit_compute_dtype": "float32"}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_it_is_that_of_weights_or_of_quantized_products(
+    settings: dict[str, Any], expected: torch.dtype, tmp_path: Path
+) -> None:
+    folder = build_tiny_model(tmp_path, hidden_size=64)
+    model = load_model(ModelSection(name_or_path=str(folder), lora=LoraSection(r=2), **settings), folder=folder)
+    assert computing_dtype(model) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert computing_dtype(model) == torch.bfloat16
+
+
+def test_float32_and_more_are_not_reduced() -> None:
+    kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    assert [is_reduced(kind) for kind in kinds] == [False, False, True, True]
