@@ -17,6 +17,7 @@ from many_processes import PROGRAM, Launched, assert_close, overrides, run_forke
 from tiny_models import build_tiny_model
 from tiny_vision_models import build_tiny_vision_model
 from vision_prompts import PICTURES
+from vllm_server import free_port
 from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
@@ -209,6 +210,38 @@ def test_one_command_trains_in_two_processes_with_one_voice(experiment: Experime
     assert output.count("; the first process scores everything") == 1
     assert len(re.findall(r"^step +1/5", output, re.MULTILINE)) == 1
     assert output.count(str(launched.output / "final")) == 1
+
+
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--nproc-per-node=2"),
+    "accelerate": (
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_command_joins_what_another_launcher_has_started(experiment: Experiment, launcher: str) -> None:
+    """As a user starts it, from scratch."""
+    module, *options = LAUNCHERS[launcher]
+    port = "--main_process_port" if launcher == "accelerate" else "--master-port"
+    output = experiment.output(launcher)
+    train = ["-m", "grpo_cli", "train", experiment.recipe, "train.max_steps=1", f"train.output_dir={output}"]
+    told = subprocess.run(
+        [sys.executable, "-m", module, *options, f"{port}={free_port()}", *map(str, train)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count(" on cpu in 2 processes") == 1
+    assert len(records(output)) == 1
 
 
 def test_tasks_of_a_slurm_step_train_together(experiment: Experiment) -> None:
