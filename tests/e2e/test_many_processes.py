@@ -214,12 +214,9 @@ def test_one_command_trains_in_two_processes_with_one_voice(experiment: Experime
 
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--nproc-per-node=2"),
+    # With `--cpu` it starts one process, whatever their number is said to be.
     "accelerate": (
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes=2",
-        "--num_machines=1",
-        "--mixed_precision=no",
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"),
     ),
 }
 

@@ -74,10 +74,12 @@ class ImagePrompt:
         Raises:
             TrainingError: If there are more.
         """
+        if not most:
+            raise TrainingError(f"prompt {self.uid}: it has images, and vLLM runs a model that reads text only")
         if len(self.images) > most:
             raise TrainingError(
                 f"prompt {self.uid}: it has {len(self.images)} images; vLLM takes {most} of a prompt here",
-                hint=more_images_hint(len(self.images)) if most else "serve a model that sees",
+                hint=more_images_hint(len(self.images)),
             )
 
     def opened(self) -> dict[str, Any]:

@@ -112,7 +112,10 @@ class TestServed:
     def test_a_model_that_reads_text_takes_no_images(self, served: VllmServer) -> None:
         body = {"uid": "0:1", "prompt": [1, 2], "unexpanded": [1], "images": [base64.b64encode(PICTURES[0]).decode()]}
         answer = served.ask("POST", "/grpo/completions", json=body)
-        assert (answer.status_code, "prompt 0:1: vLLM does not take its images" in answer.text) == (400, True)
+        assert (
+            answer.status_code,
+            "prompt 0:1: it has images, and vLLM runs a model that reads text only" in answer.text,
+        ) == (400, True)
         answer = served.ask("POST", "/grpo/completions", json={**body, "seed": 1 << 63})
         assert (answer.status_code, "prompt 0:1: seed: found 9223372036854775808" in answer.text) == (400, True)
         status = served.ask("GET", "/grpo/status").json()
