@@ -1,15 +1,17 @@
 """Whether there is a way to the hub that models and datasets come from."""
 
+import errno
 import functools
 import logging
 import os
-import ssl
+import socket
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 
 from grpo_cli.errors import causes
 
 _ATTEMPTS = 3
+_NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN}
 _SECONDS = 10
 """For an answer. No answer in time is no proof that there is no way."""
 
@@ -23,7 +25,7 @@ def stay_offline_without_network() -> None:
     """
     from huggingface_hub import constants, is_offline_mode  # noqa: PLC0415  most runs do without
 
-    if is_offline_mode():
+    if is_offline_mode() or os.environ.get("HF_HUB_OFFLINE"):  # whoever says 0 wants the hub to be waited for
         return
     try:
         _ask(constants.ENDPOINT)
@@ -44,7 +46,10 @@ def stay_offline_without_network() -> None:
 def _no_way(error: BaseException) -> str | None:
     """Give the system's own words for why there is no connection; None: there is one, or nobody knows."""
     system = next((one for one in causes(error) if isinstance(one, OSError)), None)
-    return None if system is None or isinstance(system, ssl.SSLError | TimeoutError) else system.strerror or str(system)
+    is_no_way = (
+        isinstance(system, socket.gaierror | ConnectionRefusedError) or getattr(system, "errno", None) in _NO_WAY
+    )
+    return (system.strerror or str(system)) if system is not None and is_no_way else None
 
 
 @retry(

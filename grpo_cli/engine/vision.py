@@ -58,5 +58,7 @@ class VisionLoader:
             section: What it says of them.
             key: Where it says so.
         """
+        if not is_vision_language(load_config(self._section, self._folder)):
+            return []
         line = overlooked_line(key, section, overlooked_images(rows))
-        return [line] if line is not None and is_vision_language(load_config(self._section, self._folder)) else []
+        return [] if line is None else [line]

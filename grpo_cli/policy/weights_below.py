@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from grpo_cli.errors import ModelError
 from grpo_cli.policy.adapter_settings import CONFIG_FILE
@@ -27,6 +27,17 @@ def base_file(section: ModelSection, folder: Path) -> dict[str, bytes]:
     return {} if found is None else {BASE_FILE: json.dumps({"weights": found}).encode()}
 
 
+_BUFFERS = (
+    ".attn.bias",
+    ".masked_bias",
+    ".inv_freq",
+    ".position_ids",
+    ".rotary_emb.cos_cached",
+    ".rotary_emb.sin_cached",
+)
+"""Ends of the names of what older versions of transformers saved beside weights, and newer ones leave out: it is computed."""
+
+
 def weights_digest(section: ModelSection, folder: Path) -> str | None:
     """Tell a model's weights from others by some numbers of each tensor.
 
@@ -37,13 +48,16 @@ def weights_digest(section: ModelSection, folder: Path) -> str | None:
         folder: The recipe's folder, which relative paths start from.
 
     Returns:
-        None if its weights are not on this machine, or not in safetensors.
+        None if its weights are not on this machine, or not in safetensors that can be read.
     """
     if section.random_weights_seed is not None:
         return f"random_weights_seed: {section.random_weights_seed}"
     files = _weight_files(prepared_location(section.name_or_path, folder), section.revision)
     # A set: a head that is the embedding may have been saved with it, or not.
-    samples = {sample for file in files for sample in _samples(file)}
+    try:
+        samples = {sample for file in files for sample in _samples(file)}
+    except SafetensorError:  # loading the model tells what is wrong
+        return None
     return hashlib.sha256(b"".join(sorted(samples))).hexdigest() if samples else None
 
 
@@ -70,6 +84,8 @@ def _samples(path: Path) -> list[bytes]:
     found = []
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no mapping
+            if name.endswith(_BUFFERS):
+                continue
             whole = file.get_slice(name)
             shape = whole.get_shape()
             first = whole[(*(slice(0, 1) for _ in shape[:-1]), slice(0, _SAMPLE))] if shape else file.get_tensor(name)
@@ -104,7 +120,7 @@ def other_base(adapters: Path, section: ModelSection, folder: Path, *, key: str)
             known = f"when the adapters in {adapters} were trained on it"
             raise ModelError(
                 f"{key}: {name} has other weights than {known if is_same_place else f'{base}, which the adapters in {adapters} were trained on'}",
-                hint=f"name that model, wherever it is now; without the file {BASE_FILE} beside adapters they are put on any model that they "
+                hint=f"name that model, wherever it is now; a copy of the adapters without the file {BASE_FILE} is put on any model that they "
                 "fit",
             )
         return None

@@ -33,7 +33,10 @@ def test_the_same_weights_in_other_files_and_precisions_are_the_same(tiny_model_
     renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file({**renamed, **head}, tmp_path / "renamed" / "model.safetensors")
-    for name in ("moved", "shards", "rounded", "renamed"):
+    (tmp_path / "older").mkdir()  # with what is computed anew when a model is loaded
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file({**tensors, **computed}, tmp_path / "older" / "model.safetensors")
+    for name in ("moved", "shards", "rounded", "renamed", "older"):
         assert digest(tmp_path / name) == whole, name
 
 
@@ -56,6 +59,9 @@ def test_what_cannot_be_looked_at_has_no_digest(tiny_model_folder: Path, tmp_pat
     (tmp_path / "old" / "model.safetensors").rename(tmp_path / "old" / "pytorch_model.bin")
     assert digest(tmp_path / "old") is None
     assert weights_digest(ModelSection(name_or_path="org/never-fetched"), tmp_path) is None
+    (tmp_path / "pointer").mkdir()
+    (tmp_path / "pointer" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert digest(tmp_path / "pointer") is None
     shutil.copytree(tiny_model_folder, tmp_path / "half")
     AutoModelForCausalLM.from_pretrained(tiny_model_folder).save_pretrained(tmp_path / "half", max_shard_size="20KB")
     (tmp_path / "half" / "model.safetensors").unlink(missing_ok=True)
