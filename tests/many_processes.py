@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from warm_start import GRPO, LAUNCH, RANK_NAME, WarmCommand, WarmStart
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
+from typing import Any
 from grpo_cli.engine.run import run
 from grpo_cli.recipe.load import load_recipe
 for recipe, overrides, resume in json.loads(sys.argv[1]):
@@ -37,6 +39,13 @@ SPREAD = (
     "eval/all/time/",
 )
 """Metrics that depend on how the work is spread, or on a clock."""
+
+SMALL: dict[str, Any] = {
+    "grpo": {"num_generations": 3},
+    "generation": {"max_completion_length": 10},
+    "train": {"prompts_per_step": 3, "max_steps": 5, "learning_rate": 0.001},
+}
+"""Sections of an experiment whose groups do not divide evenly among two processes."""
 
 Job = tuple[Path, Mapping[str, object], str | None]
 """Recipe, changes, and what `--resume` says."""

@@ -246,11 +246,10 @@ def _build_rewarding(inputs: Inputs) -> Rewarding:
         steps_per_window=grpo.steps_per_generation * grpo.num_iterations,
         num_generations=grpo.num_generations,
     )
-    places = recording.places
     if processes.count == 1 or isinstance(scorer, SharedScorer):
-        return RewardedByMain(scorer=scorer, processes=processes, division=division, recording=places)
+        return RewardedByMain(scorer=scorer, processes=processes, division=division, recording=recording)
     return RewardedByEach(
-        scorer=scorer, processes=processes, division=division, recording=places, seed=inputs.recipe.train.seed
+        scorer=scorer, processes=processes, division=division, recording=recording, seed=inputs.recipe.train.seed
     )
 
 

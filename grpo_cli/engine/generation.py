@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.clock import Clock
+from grpo_cli.engine.collecting import brought
+from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.handing_out import handed_out
 from grpo_cli.engine.health import Signs
-from grpo_cli.engine.recording import recorded_rollouts
 from grpo_cli.engine.rewarding import Drawn, Rewarded
 from grpo_cli.engine.rewards import failed_too_often, failure_metrics
 from grpo_cli.engine.stages import LoopSettings, Stages
@@ -201,6 +202,21 @@ def _observe(stages: Stages, rewarded: Rewarded) -> None:
     ).tolist()
     for warning in stages.health.observe(Signs(truncated=not truncated, unscored=not unscored, equal=not equal)):
         stages.recorder.warn(warning.key, warning.message)
+
+
+def recorded_rollouts(rewarded: Rewarded, own: Sequence[Tensor], processes: Processes) -> Rollouts:
+    """Put the advantages of the groups that are recorded beside them, in the main process.
+
+    Args:
+        rewarded: Their rewards.
+        own: The advantages of this process's groups, float32 [G] each.
+        processes: The processes of this run.
+    """
+    values = torch.cat([torch.empty(0), *own[: rewarded.recorded_here]])
+    told = brought(values.numpy().tobytes(), rewarded.holders, processes)
+    sizes = [len(one.rewards) for one in rewarded.recorded]
+    everyones = torch.frombuffer(bytearray(b"".join(told)), dtype=torch.float32) if any(told) else torch.empty(0)
+    return Rollouts(scored=rewarded.recorded, advantages=torch.split(everyones, sizes) if sizes else ())
 
 
 def _with_logps(stages: Stages, settings: LoopSettings, window: RolloutWindow) -> RolloutWindow:

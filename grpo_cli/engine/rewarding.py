@@ -15,6 +15,7 @@ from grpo_cli.engine.collecting import collected, collected_scores, groups_messa
 from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.division import Division
 from grpo_cli.engine.randomness import own_randomness, seed_of
+from grpo_cli.engine.recording import Recording
 from grpo_cli.engine.shared_scoring import Scorer
 from grpo_cli.errors import RewardError
 from grpo_cli.scoring.runtime import Scores
@@ -59,14 +60,6 @@ class Rewarded:
     recorded: Sequence[ScoredGroup]
 
 
-class RecordedPlaces(Protocol):
-    """Says what is recorded; see `Recording`."""
-
-    def __call__(self, count: int, *, step: int) -> range:
-        """Give the places of those groups, of so many, of a generation after so many optimizer steps."""
-        ...
-
-
 class Rewarding(Protocol):
     """Has groups scored."""
 
@@ -105,7 +98,7 @@ class RewardedByMain:
     scorer: Scorer
     processes: Processes
     division: Division
-    recording: RecordedPlaces
+    recording: Recording
 
     def wanted(self, count: int, *, step: int) -> Sequence[int]:  # noqa: ARG002  the main process always scores
         """See `Rewarding`."""
@@ -122,11 +115,11 @@ class RewardedByMain:
     def score(self, groups: Sequence[Group], drawn: Drawn, trainer_state: TrainerState) -> Rewarded:
         """See `Rewarding`."""
         places, names = self.division.kept(drawn.count), self.scorer.names
-        recorded = self.recording(drawn.count, step=trainer_state.global_step)
+        recorded = self.recording.places(drawn.count, step=trainer_state.global_step)
         holders = (
             range(min(1, len(recorded))) if self.division.main_only else self.division.holders(recorded, drawn.count)
         )
-        here = _first(places, recorded)
+        here = recorded_among(places, recorded)
         # Where the main process has everything, nobody waits for rewards.
         told = self.processes.count > 1 and not self.division.main_only
         if not self.processes.is_main:
@@ -145,7 +138,7 @@ class RewardedByMain:
         return Rewarded(places=places, own=own, recorded_here=here, holders=holders, recorded=written)
 
 
-def _first(places: range, recorded: range) -> int:
+def recorded_among(places: range, recorded: range) -> int:
     """Count the groups that a process has among those that are recorded: the first of all."""
     return len(range(places.start, min(places.stop, recorded.stop)))
 
@@ -201,12 +194,12 @@ class RewardedByEach:
     scorer: Scorer
     processes: Processes
     division: Division
-    recording: RecordedPlaces
+    recording: Recording
     seed: int
 
     def wanted(self, count: int, *, step: int) -> Sequence[int]:
         """See `Rewarding`."""
-        recorded = self.recording(count, step=step) if self.processes.is_main else range(0)
+        recorded = self.recording.places(count, step=step) if self.processes.is_main else range(0)
         return sorted({*recorded, *self.division.asked(count), *self.division.even(count)})
 
     def early(self, count: int) -> range:
@@ -230,8 +223,8 @@ class RewardedByEach:
         except RewardError as error:
             failure = error
         self.processes.raise_together(failure, RewardError)
-        recorded = self.recording(drawn.count, step=trainer_state.global_step)
-        holders, here = self.division.holders(recorded, drawn.count), _first(places, recorded)
+        recorded = self.recording.places(drawn.count, step=trainer_state.global_step)
+        holders, here = self.division.holders(recorded, drawn.count), recorded_among(places, recorded)
         prompts = drawn.at(recorded) if self.processes.is_main else ()
         everyones = collected_scores(scores.groups[:here], prompts, holders, self.processes)
         own = replace(scores, problems=self._everyones_problems(scores.problems))

@@ -26,9 +26,10 @@ from bench.scale_step import (
 from grpo_cli.data.sampler import PromptSampler
 from grpo_cli.engine.collecting import collected_scores, groups_message, scores_message
 from grpo_cli.engine.division import Division
+from grpo_cli.engine.generation import recorded_rollouts
 from grpo_cli.engine.handing_out import agreed_outline, handed_out
-from grpo_cli.engine.recording import Recording, recorded_rollouts
-from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain, rewards_rows
+from grpo_cli.engine.recording import Recording
+from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain, recorded_among, rewards_rows
 from grpo_cli.engine.spread_rollouts import SpreadRollouts
 from grpo_cli.engine.step import GradientPass
 from grpo_cli.engine.token_budget import TokenBudget
@@ -125,7 +126,7 @@ class SimulatedStep:
             scorer=self._scorer(self.scored_of(rank)),
             processes=processes,
             division=self.division(rank),
-            recording=self.recording.places,
+            recording=self.recording,
         )
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
         return partial(rewarding.score, self.groups_of(rank), drawn, NOW)
@@ -136,7 +137,7 @@ class SimulatedStep:
             scorer=self._scorer(self.scored_of(rank)),
             processes=self._processes(rank),
             division=self.division(rank),
-            recording=self.recording.places,
+            recording=self.recording,
             seed=0,
         )
         drawn = Drawn(count=len(self.prompts), prompts={place: self.prompts[place] for place in self.places(rank)})
@@ -206,7 +207,7 @@ class SimulatedStep:
             scorer=self._scorer(self.scored),
             processes=processes,
             division=self.division(0),
-            recording=self.recording.places,
+            recording=self.recording,
         )
         drawn = Drawn(count=len(self.prompts), prompts=dict(enumerate(self.prompts)))
         return partial(rewarding.score, self.groups_of(0), drawn, NOW)
@@ -245,7 +246,7 @@ class SimulatedStep:
         return Rewarded(places=self.places(rank), own=own, recorded_here=here, holders=self.holders, recorded=recorded)
 
     def _recorded_here(self, rank: int) -> int:
-        return len(range(self.places(rank).start, min(self.places(rank).stop, self.recorded.stop)))
+        return recorded_among(self.places(rank), self.recorded)
 
     def metrics_of(self, rank: int) -> Metrics:
         """Give what it tells of the completions that it trained on; here these are those of its own prompts."""

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from e2e.experiment import WORDS, Experiment, assert_same_run, make_experiment, records, weights
-from many_processes import PROGRAM, Launched, assert_close, overrides, run_forked, train_in_forked
+from many_processes import PROGRAM, SMALL, Launched, assert_close, overrides, run_forked, train_in_forked
 from tiny_models import build_tiny_model
 from tiny_vision_models import build_tiny_vision_model
 from vision_prompts import PICTURES
@@ -76,13 +76,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Experiment:
-    return make_experiment(
-        tmp_path_factory.mktemp("experiment"),
-        tiny_model_folder,
-        grpo={"num_generations": 3},
-        generation={"max_completion_length": 10},
-        train={"prompts_per_step": 3, "max_steps": 5, "learning_rate": 0.001},
-    )
+    return make_experiment(tmp_path_factory.mktemp("experiment"), tiny_model_folder, **SMALL)
 
 
 SETTINGS_OF: dict[str, Iterable[str]] = {

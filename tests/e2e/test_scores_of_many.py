@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from e2e.experiment import Experiment, completions, make_experiment, records
-from many_processes import Launched, assert_close, overrides, train_in_forked
+from many_processes import SMALL, Launched, assert_close, overrides, train_in_forked
 from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
@@ -15,13 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Experiment:
-    return make_experiment(
-        tmp_path_factory.mktemp("experiment"),
-        tiny_model_folder,
-        grpo={"num_generations": 3},
-        generation={"max_completion_length": 10},
-        train={"prompts_per_step": 3, "max_steps": 5, "learning_rate": 0.001},
-    )
+    return make_experiment(tmp_path_factory.mktemp("experiment"), tiny_model_folder, **SMALL)
 
 
 def test_processes_that_score_what_they_sampled_train_as_one(experiment: Experiment, warm: WarmStart) -> None:

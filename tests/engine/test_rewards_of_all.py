@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scoring.scoring_groups import STATE, group
 
 from grpo_cli.engine.division import Division
-from grpo_cli.engine.recording import Recording, recorded_rollouts
+from grpo_cli.engine.generation import recorded_rollouts
+from grpo_cli.engine.recording import Recording
 from grpo_cli.engine.rewarding import Drawn, Rewarded, RewardedByEach, RewardedByMain
 from grpo_cli.metrics import Metrics, merge, results
 from grpo_cli.objective.advantages import (
@@ -97,7 +98,7 @@ def test_every_process_learns_how_its_groups_were_scored_and_the_main_one_record
         division = Division(rank=processes.rank, processes=3, engines=1 if main_only else 3, main_only=main_only)
         scorer: Any = Scorer()
         more = {"seed": 0} if kind is RewardedByEach else {}
-        rewarding = kind(scorer=scorer, processes=processes, division=division, recording=recording.places, **more)
+        rewarding = kind(scorer=scorer, processes=processes, division=division, recording=recording, **more)
         own = [groups[place] for place in division.kept(len(groups))]
         wanted = rewarding.wanted(len(groups), step=STATE.global_step)
         drawn = Drawn(count=len(groups), prompts={place: groups[place].prompt for place in wanted})
