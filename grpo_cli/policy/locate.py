@@ -8,9 +8,8 @@ from pathlib import Path
 
 from grpo_cli.errors import ModelError
 from grpo_cli.hub import stay_offline_without_network
+from grpo_cli.recipe.imports import PACKAGE_PREFIX
 from grpo_cli.recipe.schema import ModelSection
-
-PACKAGE_PREFIX = "package://"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,12 +9,11 @@ from pathlib import Path
 from grpo_cli.recipe.combinations import dataset_sections
 from grpo_cli.recipe.eval_tasks import evaluation_tasks, reward_sections
 from grpo_cli.recipe.finding import Finding
-from grpo_cli.recipe.imports import find_installed, is_dotted_path, locate, package_folder
+from grpo_cli.recipe.imports import PACKAGE_PREFIX, find_installed, is_dotted_path, locate, package_folder
 from grpo_cli.recipe.rows import count_rows, is_local, matching_files
 from grpo_cli.recipe.schema import DatasetSection, Recipe
 from grpo_cli.recipe.suggest import did_you_mean
 
-_PACKAGE_PREFIX = "package://"
 _HEAD_SLICE = re.compile(r"\[:(\d+)\]$")
 
 
@@ -106,7 +105,7 @@ def _model_files(recipe: Recipe, folder: Path, *, resumes: bool) -> Iterable[Fin
         "model.lora.adapter_name_or_path": begun,
     }
     for key, name in models.items():
-        if name and name.startswith(_PACKAGE_PREFIX):
+        if name and name.startswith(PACKAGE_PREFIX):
             yield from _package_file(key, name)
         elif name and _is_path(name) and not matching_files(name, folder):
             yield _no_file((key,), name, folder)
@@ -120,7 +119,7 @@ def _reward_models(recipe: Recipe, folder: Path) -> Iterable[Finding]:
     for section_key, section in reward_sections(recipe):
         for index, entry in enumerate(section.reward_funcs):
             key, name = f"{section_key}.reward_funcs[{index}].model", entry.model
-            if name and name.startswith(_PACKAGE_PREFIX):
+            if name and name.startswith(PACKAGE_PREFIX):
                 yield Finding(keys=(key,), message=f'found "{name}"; allowed: a hub id or a folder')
             elif name and _is_path(name) and not matching_files(name, folder):
                 yield _no_file((key,), name, folder)
@@ -155,7 +154,7 @@ def wrong_token_file(name: str, folder: Path) -> Iterator[Finding]:
 
 def _package_file(key: str, name: str) -> Iterable[Finding]:
     """Look for `package://package/file`."""
-    package, _, file = name.removeprefix(_PACKAGE_PREFIX).partition("/")
+    package, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
     top, place = package.split(".")[0], package_folder(package)
     if place is None:
         yield Finding(

@@ -18,6 +18,9 @@ from typing import Any
 from grpo_cli.errors import Problem, RecipeError
 from grpo_cli.recipe.suggest import nearest
 
+PACKAGE_PREFIX = "package://"
+"""Before what is in an installed package: `package://package/file`."""
+
 _FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gguf", ".txt")
 
 

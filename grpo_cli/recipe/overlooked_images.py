@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.recipe.combinations import dataset_sections
-from grpo_cli.recipe.imports import is_dotted_path, package_folder
+from grpo_cli.recipe.imports import PACKAGE_PREFIX, is_dotted_path, package_folder
 from grpo_cli.recipe.rows import first_rows, matching_files
 from grpo_cli.recipe.schema import DatasetSection, Recipe
 
@@ -20,7 +20,6 @@ SHOWN = ("image", "images")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _LONGEST_PATH = 4096
-_PACKAGE_PREFIX = "package://"
 
 
 def overlooked_in_files(recipe: Recipe, folder: Path) -> list[str]:
@@ -105,8 +104,8 @@ def _has_image(value: Any) -> bool:
 
 def _surely_sees(name: str, folder: Path) -> bool:
     """Tell whether a model in a local folder has a part for images; of one that is not here nobody asks."""
-    if name.startswith(_PACKAGE_PREFIX):
-        package, _, file = name.removeprefix(_PACKAGE_PREFIX).partition("/")
+    if name.startswith(PACKAGE_PREFIX):
+        package, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
         place = package_folder(package)
         places: Sequence[Path] = [] if place is None else [place / file]
     else:
