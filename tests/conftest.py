@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from warm_server import SERVER_MODULES
 from warm_start import MODULES, VLLM, WarmStart, warm_start
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -49,6 +50,13 @@ def warm_vllm() -> Iterator[WarmStart]:
     """Start `grpo` with vLLM in the same process, without the imports of either."""
     # vLLM reads it when it is imported; a run has it set by then.
     with warm_start((*MODULES, *VLLM), environment={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def warm_server() -> Iterator[WarmStart]:
+    """Start `grpo` that starts vLLM servers, without the imports of either; see `warm_server`."""
+    with warm_start(SERVER_MODULES) as start:
         yield start
 
 

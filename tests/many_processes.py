@@ -55,7 +55,9 @@ def overrides(changes: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items()]
 
 
-def start_forked(warm: WarmStart, count: int, *arguments: object, program: str = GRPO) -> list[WarmCommand]:
+def start_forked(
+    warm: WarmStart, count: int, *arguments: object, program: str = GRPO, num_spares: int = 0
+) -> list[WarmCommand]:
     """Start a command in processes that are told of each other as torchrun tells them.
 
     Args:
@@ -63,6 +65,7 @@ def start_forked(warm: WarmStart, count: int, *arguments: object, program: str =
         count: Number of processes.
         arguments: The command line of each.
         program: What is run with them, if not `grpo`.
+        num_spares: Of each; see `WarmStart.start`.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
@@ -71,6 +74,7 @@ def start_forked(warm: WarmStart, count: int, *arguments: object, program: str =
             *arguments,
             environment={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             program=program,
+            num_spares=num_spares,
         )
         for rank in range(count)
     ]

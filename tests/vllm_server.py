@@ -4,13 +4,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import httpx
 import psutil
+from warm_server import SERVE
+from warm_start import WarmCommand, WarmStart
 
 TOKEN = "correct-horse"
 READY_SECONDS = 240
@@ -24,6 +26,22 @@ def free_port() -> int:
         return port
 
 
+class ColdCommand(subprocess.Popen[bytes]):
+    """`grpo COMMAND` from scratch, as `WarmCommand` is it forked; what it writes goes to files in a folder."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._written = (folder / "output", folder / "errors")
+        with self._written[0].open("wb") as output, self._written[1].open("wb") as errors:
+            super().__init__(
+                [sys.executable, "-m", "grpo_cli", *command], env=environment, stdout=output, stderr=errors
+            )
+
+    def told(self) -> tuple[str, str]:
+        """Give what it has written so far to its output and to its errors."""
+        output, errors = (file.read_text(encoding="utf-8") for file in self._written)
+        return output, errors
+
+
 class VllmServer:
     """A running `grpo vllm-serve`, which ends with the block.
 
@@ -33,32 +51,33 @@ class VllmServer:
         options: More of the command line.
         token: What every request must bring; None for a server without.
         port: Where it listens; any that is free if None.
+        warm: Forks all of it; from scratch, as users start it, if None.
     """
 
     def __init__(
-        self, folder: Path, model: Path, *options: str, token: str | None = TOKEN, port: int | None = None
+        self,
+        folder: Path,
+        model: Path,
+        *options: str,
+        token: str | None = TOKEN,
+        port: int | None = None,
+        warm: WarmStart | None = None,
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "vllm.log"
         self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_cli", "vllm-serve", "--model", str(model), "--port", str(self.port)),
-                *("--log-file", str(self.log), *options),
-            ],
-            env=environment if token is None else {**environment, "GRPO_VLLM_TOKEN": token},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-        self._readers = [
-            self._reading(self.process.stdout, self.lines),
-            self._reading(self.process.stderr, self.errors),
+        secret = {} if token is None else {"GRPO_VLLM_TOKEN": token}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **secret}
+        command = [
+            *("vllm-serve", "--model", str(model), "--port", str(self.port)),
+            *("--log-file", str(self.log), *options),
         ]
+        self.process: WarmCommand | ColdCommand
+        if warm is None:
+            self.process = ColdCommand(folder, command, environment)
+        else:
+            self.process = warm.start(*command, environment=environment, program=SERVE, num_spares=1)
 
     def __enter__(self) -> Self:
         return self
@@ -67,12 +86,15 @@ class VllmServer:
         self.process.terminate()
         self.wait()
 
-    @staticmethod
-    def _reading(stream: IO[str] | None, lines: list[str]) -> threading.Thread:
-        assert stream is not None
-        reader = threading.Thread(target=lambda: lines.extend(line.rstrip("\n") for line in stream), daemon=True)
-        reader.start()
-        return reader
+    @property
+    def lines(self) -> list[str]:
+        """What it has written to its output so far."""
+        return self.process.told()[0].splitlines()
+
+    @property
+    def errors(self) -> list[str]:
+        """What it has written to its errors so far."""
+        return self.process.told()[1].splitlines()
 
     def wait_until_ready(self) -> None:
         """Wait for its last line of the start."""
@@ -84,12 +106,7 @@ class VllmServer:
 
     def wait(self) -> int:
         """Wait for its end, and give its exit code."""
-        code = self.process.wait(READY_SECONDS)
-        for reader, stream in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
-            reader.join(10)
-            assert stream is not None
-            stream.close()
-        return code
+        return self.process.wait(READY_SECONDS)
 
     def offspring(self) -> list[psutil.Process]:
         """List all processes below it, the server's own first."""

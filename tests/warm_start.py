@@ -7,8 +7,8 @@ output, takes every signal, can be killed, and ends as Python ends, with an exit
 What differs from a start from scratch: variables that are read by imports count as they were when the first of the commands was started,
 and all of them share one seed of Python's hashes.
 
-A command that starts processes of its own, as `--nproc` does, can be given spare ones: children of it that are forked before it does
-anything else, and wait until it starts a program, which they are from then on; see `Spare`.
+A command that starts processes of its own, as `--nproc` and `vllm-serve` do, can be given spare ones: children of it that are forked
+before it does anything else, and wait until it starts a program, which they are from then on; see `Spare`.
 """
 
 import gc
@@ -46,9 +46,11 @@ SubprocessHandler._popen = popen
 FORKS_WELL = "jemalloc_bg_thd"
 """Thread of pyarrow's allocator, which sees to it that a fork is safe."""
 RANK_NAME = "rank "
-"""Beginning of the name of a process that was a spare one."""
+"""Beginning of the name of a process that was a spare one, and is one of several that train."""
 _MOST_BYTES = 1 << 17
 """Of one request: arguments and environment."""
+_MOST_WRITTEN = 1 << 24
+"""Bytes of what a command has written."""
 
 
 class WarmCommand:
@@ -87,15 +89,22 @@ class WarmCommand:
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for its end, and give all that it has written to its output and to its errors."""
         self.wait(timeout)
-        for stream in self._streams:
-            stream.seek(0)
-        output, errors = (stream.read() for stream in self._streams)
+        return self.told()
+
+    def told(self) -> tuple[str, str]:
+        """Give what it has written so far to its output and to its errors."""
+        # A place to read from that it shares with what writes would move where that goes on.
+        output, errors = (os.pread(stream.fileno(), _MOST_WRITTEN, 0).decode() for stream in self._streams)
         return output, errors
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it has not ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it, as nothing can prevent."""
@@ -168,10 +177,11 @@ class WarmStart:
         *arguments: object,
         environment: Mapping[str, str] | None = None,
         program: str = GRPO,
+        num_spares: int = 0,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """Run `grpo ARGUMENTS` to its end. See `start`."""
-        command = self.start(*arguments, environment=environment, program=program)
+        command = self.start(*arguments, environment=environment, program=program, num_spares=num_spares)
         output, errors = command.communicate(timeout)
         assert command.returncode is not None
         return subprocess.CompletedProcess([str(one) for one in arguments], command.returncode, output, errors)
@@ -235,22 +245,53 @@ class Spare:
         self.returncode: int | None = None
         self.job = job
 
-    def become(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Spare":
-        """Let it be `grpo ARGUMENTS`, one of several processes, in a session of its own."""
-        job = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd())}
+    def become(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        name: str = "",
+        program: str = GRPO,
+        output: int | None = None,
+    ) -> "Spare":
+        """Let it be `grpo ARGUMENTS`, or another program, in a session of its own.
+
+        Args:
+            arguments: The command line.
+            environment: All of its environment.
+            name: What it is called; by its rank if left out. Who looks at its command line or environment from outside sees those of the
+                process that has imported everything.
+            program: What is run with the arguments.
+            output: Descriptor that its output and its errors go to; to its parent's if None.
+        """
+        job = {
+            "program": program,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": str(Path.cwd()),
+            "name": name or RANK_NAME + environment["RANK"],
+        }
         with self.job:
-            self.job.send(json.dumps(job).encode())
+            socket.send_fds(self.job, [json.dumps(job).encode()], [] if output is None else [output])
         return self
 
     def poll(self) -> int | None:
         """Give its exit code, or None if it has not ended."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # another has waited for it, and knows; `subprocess` says 0, too
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def terminate(self) -> None:
+        """Ask it to end, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout: float = 300) -> int:
         """Wait for its end."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -278,13 +319,16 @@ def with_spares(job: dict[str, Any]) -> tuple[dict[str, Any], list[Spare]]:
 def _awaited(jobs: socket.socket) -> dict[str, Any]:
     os.setsid()
     with jobs:
-        request = jobs.recv(_MOST_BYTES)
+        request, outputs, _, _ = socket.recv_fds(jobs, _MOST_BYTES, 1)
     if not request:
         os._exit(0)
+    for output in outputs:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
     job: dict[str, Any] = json.loads(request)
-    # Who looks at its environment from outside sees that of the process that has imported everything.
-    Path("/proc/self/comm").write_text(RANK_NAME + job["environment"]["RANK"])
-    return {"program": GRPO, **job}
+    Path("/proc/self/comm").write_text(job["name"])
+    return job
 
 
 def run_as_asked(job: Mapping[str, Any], spares: list[Spare]) -> None:

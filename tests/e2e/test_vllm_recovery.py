@@ -1,5 +1,6 @@
 """Real vLLM servers that are killed in the middle of a run: it goes on, as if nothing had been; or says in a line why not."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,7 @@ import psutil
 import pytest
 from e2e.experiment import Experiment, completions, records
 from e2e.test_vllm_train import (
-    MARK,
-    assert_nothing_is_left,
-    environment,
+    ENVIRONMENT,
     make,
     serve,
     train,
@@ -19,7 +18,8 @@ from e2e.test_vllm_train import (
 from many_processes import start_forked
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
-from vllm_server import VllmServer, free_port
+from vllm_server import VllmServer, free_port, remaining
+from warm_server import SERVE, SERVER_NAME
 from warm_start import WarmCommand, WarmStart
 
 pytestmark = [
@@ -68,27 +68,37 @@ def recoveries(experiment: Experiment) -> int:
 def server_of(process: WarmCommand) -> psutil.Process:
     """Find the server that a run has started, in whichever of its processes."""
     found = psutil.Process(process.pid).children(recursive=True)
-    return next(one for one in found if "grpo_cli.rollout.vllm.served_process" in one.cmdline())
+    return next(one for one in found if one.name() == SERVER_NAME)
+
+
+def offspring_until_the_end(process: WarmCommand) -> list[psutil.Process]:
+    """Wait for the end of a run, and list all processes that it had below it meanwhile."""
+    found: set[psutil.Process] = set()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(process.pid).children(recursive=True))
+        time.sleep(0.1)
+    return list(found)
 
 
 def engine_of(server: psutil.Process) -> psutil.Process:
     """Find the process of vLLM's engine."""
-    (engine,) = [
-        child for child in server.children(recursive=True) if "EngineCore" in child.name() + str(child.cmdline())
-    ]
+    (engine,) = [child for child in server.children() if "tracker" not in str(child.cmdline())]
     return engine
 
 
 def test_a_started_server_is_started_again_and_the_run_is_the_same(
-    undisturbed: Path, model: Path, tmp_path: Path, warm: WarmStart
+    undisturbed: Path, model: Path, tmp_path: Path, warm_server: WarmStart
 ) -> None:
     experiment = make(tmp_path, model, mode="server", start=True, server_port=free_port())
-    process = warm.start("train", experiment.recipe, MORE, environment=environment(experiment))
+    command = ("train", experiment.recipe, MORE)
+    process = warm_server.start(*command, environment=ENVIRONMENT, program=SERVE, num_spares=3)
     wait_for_steps(experiment.output(), 2, process)
     server_of(process).kill()
     done = len(records(experiment.output()))
     wait_for_steps(experiment.output(), done + 2, process)
     engine_of(server_of(process)).kill()
+    offspring = offspring_until_the_end(process)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "vLLM ended by signal SIGKILL; it is started again" in output
@@ -96,11 +106,12 @@ def test_a_started_server_is_started_again_and_the_run_is_the_same(
     assert_same_samples(experiment.output(), undisturbed)
     assert recoveries(experiment) == 2
     assert (experiment.output() / "vllm-server.1.log").stat().st_size > 0
-    assert_nothing_is_left(experiment)
+    assert len(offspring) >= 2, "the last server, and its engine"
+    assert remaining(offspring) == []
 
 
 def test_a_server_of_several_processes_is_started_again(
-    model: Path, tmp_path: Path, warm: WarmStart, warm_vllm: WarmStart, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, warm_server: WarmStart, warm_vllm: WarmStart
 ) -> None:
     """One of them talks to it; all of them wait, and go on with the step that it was lost in."""
     # Fewer steps: two processes add gradients up in another order than one, and after many steps a token falls another way.
@@ -108,22 +119,23 @@ def test_a_server_of_several_processes_is_started_again(
     undisturbed = make(tmp_path / "undisturbed", model, mode="colocate")
     assert train(undisturbed, fewer, warm=warm_vllm).returncode == 0
     experiment = make(tmp_path / "disturbed", model, mode="server", start=True, server_port=free_port())
-    monkeypatch.setenv(MARK, str(experiment.folder))
-    main, other = start_forked(warm, 2, "train", experiment.recipe, fewer)
+    main, other = start_forked(warm_server, 2, "train", experiment.recipe, fewer, program=SERVE, num_spares=2)
     wait_for_steps(experiment.output(), 2, main)
     server_of(main).kill()
+    offspring = offspring_until_the_end(main)
     output, errors = main.communicate(timeout=300)
     assert main.returncode == other.wait(timeout=60) == 0, errors
     assert output.count("vLLM ended by signal SIGKILL; it is started again") == 1
     assert_same_samples(experiment.output(), undisturbed.output(), steps=FEWER_STEPS)
     assert recoveries(experiment) == 1
-    assert_nothing_is_left(experiment)
+    assert len(offspring) >= 2, "the last server, and its engine"
+    assert remaining(offspring) == []
 
 
 @pytest.fixture(scope="module")
-def own_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def own_server(model: Path, tmp_path_factory: pytest.TempPathFactory, warm_server: WarmStart) -> Iterator[VllmServer]:
     """A server that no run has started, for two tests; the second one kills it."""
-    with serve(tmp_path_factory.mktemp("server"), model, free_port()) as server:
+    with serve(tmp_path_factory.mktemp("server"), model, free_port(), warm_server) as server:
         yield server
 
 
@@ -148,17 +160,17 @@ def test_a_taken_port_and_other_models_are_told_in_a_line(
 
 
 def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
-    own_server: VllmServer, undisturbed: Path, model: Path, tmp_path: Path, warm: WarmStart
+    own_server: VllmServer, undisturbed: Path, model: Path, tmp_path: Path, warm: WarmStart, warm_server: WarmStart
 ) -> None:
     """It ends the server that the test before has looked at."""
     port = own_server.port
     experiment = make(tmp_path, model, mode="server", server_port=port)
-    process = warm.start("train", experiment.recipe, MORE, environment=environment(experiment))
+    process = warm.start("train", experiment.recipe, MORE, environment=ENVIRONMENT)
     wait_for_steps(experiment.output(), 2, process)
     own_server.process.kill()
     time.sleep(5)
     assert process.poll() is None
-    with serve(tmp_path, model, port) as server:
+    with serve(tmp_path, model, port, warm_server) as server:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert "start it again if it has ended: the run goes on when a server answers" in output
@@ -167,7 +179,7 @@ def test_a_server_of_ones_own_is_waited_for_and_the_run_is_the_same(
         assert recoveries(experiment) == 1
 
         given_up = make(tmp_path / "given-up", model, mode="server", server_port=port, server_timeout=3)
-        process = warm.start("train", given_up.recipe, "train.max_steps=100000", environment=environment(given_up))
+        process = warm.start("train", given_up.recipe, "train.max_steps=100000", environment=ENVIRONMENT)
         wait_for_steps(given_up.output(), 2, process)
         server.process.kill()
         began = time.monotonic()

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from e2e.experiment import Experiment, completions, make_experiment, records, weights
@@ -31,8 +30,6 @@ pytestmark = [
 
 GRPO = [sys.executable, "-m", "grpo_cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-MARK = "GRPO_TEST_EXPERIMENT"
-"""Environment variable that every process of a run inherits."""
 STEPS = 6
 ADAPTERS = ("model.lora.r=4", "train.learning_rate=0.05")
 ROUNDED = (*ADAPTERS, "model.quantization=4bit", "grpo.beta=0.01")
@@ -95,19 +92,15 @@ def make(folder: Path, model: Path, **vllm: Any) -> Experiment:
     )
 
 
-def environment(experiment: Experiment) -> dict[str, str]:
-    return ENVIRONMENT | {MARK: str(experiment.folder)}
-
-
 def train(experiment: Experiment, *arguments: str, warm: WarmStart | None = None) -> subprocess.CompletedProcess[str]:
     """Run `grpo train` to its end, forked, or from scratch with all that users have."""
     if warm is not None:
-        return warm.run("train", experiment.recipe, *arguments, environment=environment(experiment))
+        return warm.run("train", experiment.recipe, *arguments, environment=ENVIRONMENT)
     return subprocess.run(
         [*GRPO, "train", str(experiment.recipe), *arguments],
         capture_output=True,
         text=True,
-        env=environment(experiment) | {"TORCHDYNAMO_DISABLE": "0"},
+        env=ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "0"},
         check=False,
         timeout=300,
     )
@@ -166,18 +159,6 @@ def assert_merged_weights_were_sent(experiment: Experiment, steps: int = STEPS) 
     assert sum("canary/logp_difference/mean" in record for record in told) >= steps // 2
 
 
-def assert_nothing_is_left(experiment: Experiment) -> None:
-    """No process of a run of this experiment lives on."""
-    assert [one for one in psutil.process_iter() if _belongs_to(one, experiment)] == []
-
-
-def _belongs_to(process: psutil.Process, experiment: Experiment) -> bool:
-    try:
-        return bool(process.environ().get(MARK) == str(experiment.folder))
-    except psutil.Error:
-        return False
-
-
 @pytest.fixture(scope="module")
 def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, str]:
     """A complete run with vLLM in its process, and what it printed."""
@@ -233,15 +214,15 @@ def test_weights_under_wrong_names_stop_the_run_before_it_trains(
     assert not (experiment.output() / "metrics.jsonl").exists()
 
 
-def serve(folder: Path, model: Path, port: int) -> VllmServer:
+def serve(folder: Path, model: Path, port: int, warm: WarmStart) -> VllmServer:
     """Start `grpo vllm-serve`, which ends with the block."""
     engine = (f"kv_cache_memory_bytes={1 << 26}", "enable_lora=true", "max_lora_rank=8")
     options = ("--max-model-length", "128", *(word for one in engine for word in ("--engine", one)))
-    return VllmServer(folder, model, *options, token=None, port=port)
+    return VllmServer(folder, model, *options, token=None, port=port, warm=warm)
 
 
 def test_runs_attach_to_a_server_one_after_another(
-    colocated: tuple[Experiment, str], model: Path, tmp_path: Path, warm: WarmStart
+    colocated: tuple[Experiment, str], model: Path, tmp_path: Path, warm: WarmStart, warm_server: WarmStart
 ) -> None:
     """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes.
 
@@ -249,8 +230,8 @@ def test_runs_attach_to_a_server_one_after_another(
     """
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
-    with serve(tmp_path, model, port):
-        process = warm.start("train", experiment.recipe, "train.save_steps=1", environment=environment(experiment))
+    with serve(tmp_path, model, port, warm_server):
+        process = warm.start("train", experiment.recipe, "train.save_steps=1", environment=ENVIRONMENT)
         wait_for_steps(experiment.output(), 2, process)
         process.kill()
         output, _ = process.communicate(timeout=60)

@@ -9,6 +9,8 @@ from image_experiments import assert_sampled_as_trained, make_image_experiment
 from optional_packages import needs_vllm
 from protocol_server import ProtocolServer
 from vllm_server import free_port
+from warm_server import SERVE
+from warm_start import WarmStart
 
 from grpo_cli.engine.run import run
 from grpo_cli.errors import ModelError
@@ -57,13 +59,18 @@ def test_a_limit_of_images_that_prompts_exceed_is_told_before_vllm_starts(
 
 
 def test_vllm_samples_what_the_trainer_would_have_in_its_process_and_in_a_server_that_it_starts(
-    experiment: Experiment,
+    experiment: Experiment, warm_server: WarmStart
 ) -> None:
     """With options of the processor and adapters, which go into the weights: larger images take other tokens, which would be an error."""
     started = ("vllm.mode=server", "vllm.start=true", f"vllm.server_port={free_port()}")
-    for output, mode in (("inside", ("vllm.mode=colocate",)), ("started", started)):
-        settings = (*mode, *SETTINGS, f"train.output_dir={experiment.output(output)}")
-        run(load_recipe(experiment.recipe, list(settings)))
+    inside, outside = (
+        (*mode, *SETTINGS, f"train.output_dir={experiment.output(output)}")
+        for output, mode in (("inside", ("vllm.mode=colocate",)), ("started", started))
+    )
+    run(load_recipe(experiment.recipe, list(inside)))
+    outcome = warm_server.run("train", experiment.recipe, *outside, program=SERVE, num_spares=1)
+    assert outcome.returncode == 0, outcome.stderr
+    for output in ("inside", "started"):
         assert_sampled_as_trained(experiment.output(output), 3)
     sampled = [
         [[row["completion"] for row in rows] for rows in completions(experiment.output(output)).values()]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from vision_cases import VisionCase
 from vision_prompts import SIZES, picture
 from vllm_server import TOKEN, VllmServer
+from warm_start import WarmStart
 
 from grpo_cli.engine.evaluate import evaluate
 from grpo_cli.engine.evaluated_model import evaluated_models
@@ -48,10 +49,10 @@ def folder_of(it: VisionCase) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(it: VisionCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def served(it: VisionCase, tmp_path_factory: pytest.TempPathFactory, warm_server: WarmStart) -> Iterator[VllmServer]:
     """Started with the model's folder alone."""
     options = ("--max-model-length", "256", "--engine", "max_num_seqs=16")
-    with VllmServer(tmp_path_factory.mktemp("log"), folder_of(it), *options) as server:
+    with VllmServer(tmp_path_factory.mktemp("log"), folder_of(it), *options, warm=warm_server) as server:
         server.wait_until_ready()
         yield server
 

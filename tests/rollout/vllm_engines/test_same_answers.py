@@ -9,6 +9,7 @@ import torch
 from optional_packages import needs_smollm2, needs_vllm
 from torch import Tensor
 from vllm_server import TOKEN, VllmServer
+from warm_start import WarmStart
 
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.load import load_model, load_tokenizer
@@ -104,9 +105,12 @@ def colocate(folder: Path, smollm2_tokenizer: Any) -> Iterator[ColocateEngine]:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerEngine]:
-    log, options = tmp_path_factory.mktemp("log"), ("--max-model-length", "256", "--engine", "load_format=dummy")
-    with VllmServer(log, folder, *options, "--engine", f"kv_cache_memory_bytes={CACHE_BYTES}") as served:
+def server(
+    folder: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, warm_server: WarmStart
+) -> Iterator[ServerEngine]:
+    log, settings = tmp_path_factory.mktemp("log"), ("load_format=dummy", f"kv_cache_memory_bytes={CACHE_BYTES}")
+    options = ("--max-model-length", "256", *(word for one in settings for word in ("--engine", one)))
+    with VllmServer(log, folder, *options, warm=warm_server) as served:
         served.wait_until_ready()
         engine = ServerEngine(
             [VllmClient(served.url, TOKEN, connect_timeout=10, request_timeout=120)],

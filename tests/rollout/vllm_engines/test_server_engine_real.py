@@ -14,6 +14,7 @@ from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 from vllm_server import TOKEN, VllmServer, remaining
+from warm_start import WarmStart
 
 from grpo_cli.errors import Interrupted
 from grpo_cli.rollout.sync.transports import ProcessGroupTransport, SharedMemoryTransport, WeightTransport
@@ -37,7 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def served(
+    folders: list[Path], tmp_path_factory: pytest.TempPathFactory, warm_server: WarmStart
+) -> Iterator[VllmServer]:
     """A server of the first model. The last test kills it."""
     options = (
         "--max-model-length",
@@ -47,7 +50,7 @@ def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         "--engine",
         f"kv_cache_memory_bytes={1 << 26}",
     )
-    with VllmServer(tmp_path_factory.mktemp("log"), folders[0], *options) as server:
+    with VllmServer(tmp_path_factory.mktemp("log"), folders[0], *options, warm=warm_server) as server:
         yield server
 
 
