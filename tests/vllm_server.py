@@ -1,5 +1,6 @@
 """A real `grpo vllm-serve` in a process of its own, and what it writes."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Self
 
 import httpx
@@ -16,14 +18,16 @@ from warm_start import WarmCommand, WarmStart
 
 TOKEN = "correct-horse"
 READY_SECONDS = 240
+_PORTS = (10_000, 32_768)
 
 
 def free_port() -> int:
-    """Find a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a port of this machine that nobody listens on, below those that the system gives to whoever asks for any."""
+    while True:
+        port = SystemRandom().randrange(*_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class ColdCommand(subprocess.Popen[bytes]):
@@ -85,6 +89,7 @@ class VllmServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.wait()
+        sys.stderr.write("".join(self.process.told()))  # which is shown where a test has failed
 
     @property
     def lines(self) -> list[str]:
