@@ -14,7 +14,7 @@ HANG = "hang"
 """Answer late."""
 DRIP = "drip"
 """Answer as late, but begin at once."""
-HANG_SECONDS = 1.0
+HANG_SECONDS = 3.0
 
 Fault = str | bytes | int | tuple[int, Mapping[str, str]]
 """One of the above, a body, a status code, or a code with headers."""
