@@ -224,8 +224,10 @@ def join_group(
         RuntimeError: If one of them does not come, or the store is closed.
     """
     # Nobody connects before all are there: NCCL would wait for one that never comes, and cannot be told to stop.
-    store.set(str(rank), "here")
-    store.wait([str(other) for other in range(world_size)], timeout)
+    # Apart from the group's own keys: NCCL's first one is "0", where the others would find our word and not what they connect with.
+    meeting = PrefixStore("meeting", store)
+    meeting.set(str(rank), "here")
+    meeting.wait([str(other) for other in range(world_size)], timeout)
     if device.type == "cpu":
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  the only way to choose the address
         options._timeout = timeout  # noqa: SLF001

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 from weight_sending import CPU, HOST, TIMEOUT, TRANSPORTS, WEIGHTS, build, send_all
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollout.sync.buckets import Bucket, pack, unpack
 from grpo_cli.rollout.sync.checksum import Checksum
+from grpo_cli.rollout.sync.process_group import join_group
 from grpo_cli.rollout.sync.transports import (
     TransportName,
     WeightTransport,
@@ -245,6 +248,25 @@ def test_nobody_waits_longer_than_a_bucket_may_take(servers: Servers) -> None:
     servers.connect(transport)
     sent = send_all(transport, servers.update)
     assert [received for received, _ in servers.ask([("result", None)] * 2)] == [sent, sent]
+
+
+def test_the_keys_that_nccl_will_use_are_free_after_ranks_have_met() -> None:
+    """NCCL's rank 0 writes what the others connect with under the number of the connection, and they take what they find there."""
+    store = HashStore()
+    ranks = [
+        threading.Thread(
+            target=join_group,
+            args=(store,),
+            kwargs={"rank": rank, "world_size": 2, "device": CPU, "listens_on": HOST, "timeout": timedelta(seconds=60)},
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert store.num_keys() > 2, "they have met there"
+    assert not any(store.check([str(number)]) for number in range(4))
 
 
 def test_where_a_group_meets_cannot_be_guessed() -> None:
