@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from weight_sending import CPU, HOST, TIMEOUT, TRANSPORTS, WEIGHTS, build, send_all
 
 from grpo_cli.errors import TrainingError
