@@ -224,20 +224,20 @@ def serve(folder: Path, model: Path, port: int, warm: WarmStart) -> VllmServer:
 def test_runs_attach_to_a_server_one_after_another(
     colocated: tuple[Experiment, str], model: Path, tmp_path: Path, warm: WarmStart, warm_server: WarmStart
 ) -> None:
-    """The first is killed in the middle, without a word to the server; the second goes on with the same one, then one in two processes.
+    """The first waits for it, and is killed in the middle without a word; the second goes on with the same one, then one in two processes.
 
     The last ones train adapters: they send them alone, also where the weights below are in 4 bits, or merged into what those became.
     """
     port = free_port()
     experiment = make(tmp_path, model, mode="server", server_port=port)
+    process = warm.start("train", experiment.recipe, "train.save_steps=1", environment=ENVIRONMENT)
+    while f"waiting for vLLM server http://127.0.0.1:{port}" not in process.told()[0]:
+        assert process.poll() is None, process.told()
+        time.sleep(0.1)
     with serve(tmp_path, model, port, warm_server):
-        process = warm.start("train", experiment.recipe, "train.save_steps=1", environment=ENVIRONMENT)
         wait_for_steps(experiment.output(), 2, process)
         process.kill()
         output, _ = process.communicate(timeout=60)
-        assert f"waiting for vLLM server http://127.0.0.1:{port}" in output, (
-            "it was started at the same time as the server"
-        )
         assert f"  engine    vLLM server http://127.0.0.1:{port}\n" in output
         outcome = train(experiment, "--resume", warm=warm)
         assert outcome.returncode == 0, outcome.stderr
