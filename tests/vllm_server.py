@@ -24,6 +24,7 @@ _PORTS = (10_000, 32_768)
 def free_port() -> int:
     """Find a port of this machine that nobody listens on, below those that the system gives to whoever asks for any."""
     while True:
+        # Not by the generator that tests seed: all of their workers would find the same ones.
         port = SystemRandom().randrange(*_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -121,6 +122,12 @@ class VllmServer:
         """Send a request, with its token unless other headers are given."""
         headers = self.headers if headers is None else headers
         return httpx.request(method, self.url + path, headers=headers, timeout=120, trust_env=False, **options)
+
+
+def engine_of(server: psutil.Process) -> psutil.Process:
+    """Find the process of vLLM's engine, given that of its HTTP server."""
+    (engine,) = [child for child in server.children() if "tracker" not in str(child.cmdline())]
+    return engine
 
 
 def remaining(processes: list[psutil.Process], seconds: float = 15.0) -> list[psutil.Process]:

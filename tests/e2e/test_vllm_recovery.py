@@ -18,7 +18,7 @@ from e2e.test_vllm_train import (
 from many_processes import start_forked
 from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
-from vllm_server import VllmServer, free_port, remaining
+from vllm_server import VllmServer, engine_of, free_port, remaining
 from warm_server import SERVE, SERVER_NAME
 from warm_start import WarmCommand, WarmStart
 
@@ -71,20 +71,16 @@ def server_of(process: WarmCommand) -> psutil.Process:
     return next(one for one in found if one.name() == SERVER_NAME)
 
 
-def offspring_until_the_end(process: WarmCommand) -> list[psutil.Process]:
+def offspring_until_the_end(process: WarmCommand, seconds: float = 300) -> list[psutil.Process]:
     """Wait for the end of a run, and list all processes that it had below it meanwhile."""
     found: set[psutil.Process] = set()
+    deadline = time.monotonic() + seconds
     while process.poll() is None:
+        assert time.monotonic() < deadline, process.told()
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(psutil.Process(process.pid).children(recursive=True))
         time.sleep(0.1)
     return list(found)
-
-
-def engine_of(server: psutil.Process) -> psutil.Process:
-    """Find the process of vLLM's engine."""
-    (engine,) = [child for child in server.children() if "tracker" not in str(child.cmdline())]
-    return engine
 
 
 def test_a_started_server_is_started_again_and_the_run_is_the_same(
@@ -94,20 +90,22 @@ def test_a_started_server_is_started_again_and_the_run_is_the_same(
     command = ("train", experiment.recipe, MORE)
     process = warm_server.start(*command, environment=ENVIRONMENT, program=SERVE, num_spares=3)
     wait_for_steps(experiment.output(), 2, process)
+    offspring = psutil.Process(process.pid).children(recursive=True)
     server_of(process).kill()
     done = len(records(experiment.output()))
     wait_for_steps(experiment.output(), done + 2, process)
+    offspring += psutil.Process(process.pid).children(recursive=True)
     engine_of(server_of(process)).kill()
-    offspring = offspring_until_the_end(process)
-    output, errors = process.communicate(timeout=300)
+    last = offspring_until_the_end(process)
+    output, errors = process.communicate(timeout=0)
     assert process.returncode == 0, errors
     assert "vLLM ended by signal SIGKILL; it is started again" in output
     assert output.count("; it is started again") == 2
     assert_same_samples(experiment.output(), undisturbed)
     assert recoveries(experiment) == 2
     assert (experiment.output() / "vllm-server.1.log").stat().st_size > 0
-    assert len(offspring) >= 2, "the last server, and its engine"
-    assert remaining(offspring) == []
+    assert len(last) >= 2, "the last server, and its engine"
+    assert remaining([*offspring, *last]) == []
 
 
 def test_a_server_of_several_processes_is_started_again(
@@ -121,15 +119,16 @@ def test_a_server_of_several_processes_is_started_again(
     experiment = make(tmp_path / "disturbed", model, mode="server", start=True, server_port=free_port())
     main, other = start_forked(warm_server, 2, "train", experiment.recipe, fewer, program=SERVE, num_spares=2)
     wait_for_steps(experiment.output(), 2, main)
+    offspring = psutil.Process(main.pid).children(recursive=True)
     server_of(main).kill()
-    offspring = offspring_until_the_end(main)
-    output, errors = main.communicate(timeout=300)
+    last = offspring_until_the_end(main)
+    output, errors = main.communicate(timeout=0)
     assert main.returncode == other.wait(timeout=60) == 0, errors
     assert output.count("vLLM ended by signal SIGKILL; it is started again") == 1
     assert_same_samples(experiment.output(), undisturbed.output(), steps=FEWER_STEPS)
     assert recoveries(experiment) == 1
-    assert len(offspring) >= 2, "the last server, and its engine"
-    assert remaining(offspring) == []
+    assert len(last) >= 2, "the last server, and its engine"
+    assert remaining([*offspring, *last]) == []
 
 
 @pytest.fixture(scope="module")

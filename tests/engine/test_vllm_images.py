@@ -63,17 +63,17 @@ def test_vllm_samples_what_the_trainer_would_have_in_its_process_and_in_a_server
 ) -> None:
     """With options of the processor and adapters, which go into the weights: larger images take other tokens, which would be an error."""
     started = ("vllm.mode=server", "vllm.start=true", f"vllm.server_port={free_port()}")
-    inside, outside = (
-        (*mode, *SETTINGS, f"train.output_dir={experiment.output(output)}")
+    settings = {
+        output: [*mode, *SETTINGS, f"train.output_dir={experiment.output(output)}"]
         for output, mode in (("inside", ("vllm.mode=colocate",)), ("started", started))
-    )
-    run(load_recipe(experiment.recipe, list(inside)))
-    outcome = warm_server.run("train", experiment.recipe, *outside, program=SERVE, num_spares=1)
+    }
+    run(load_recipe(experiment.recipe, settings["inside"]))
+    outcome = warm_server.run("train", experiment.recipe, *settings["started"], program=SERVE, num_spares=1)
     assert outcome.returncode == 0, outcome.stderr
-    for output in ("inside", "started"):
+    for output in settings:
         assert_sampled_as_trained(experiment.output(output), 3)
     sampled = [
         [[row["completion"] for row in rows] for rows in completions(experiment.output(output)).values()]
-        for output in ("inside", "started")
+        for output in settings
     ]
     assert sampled[0] == sampled[1]

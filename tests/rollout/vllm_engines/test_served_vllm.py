@@ -18,7 +18,7 @@ from optional_packages import needs_vllm
 from tiny_models import build_tiny_model
 from transformers import AutoModelForCausalLM
 from vision_prompts import PICTURES
-from vllm_server import TOKEN, VllmServer, remaining
+from vllm_server import TOKEN, VllmServer, engine_of, remaining
 
 from grpo_cli import __version__
 from grpo_cli.rollout.vllm.served_process import ServedEngine
@@ -209,14 +209,9 @@ class TestKilled:
         try:
             server.wait_until_ready()
             offspring = server.offspring()
-            engine = [
-                process
-                for process in offspring
-                if process.parent() == offspring[0] and "tracker" not in str(process.cmdline())
-            ]
             victims = {
                 "supervisor and server": [server.process.pid, offspring[0].pid],
-                "engine": [engine[0].pid],
+                "engine": [engine_of(offspring[0]).pid],
             }[who]
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
