@@ -96,6 +96,16 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative, over all parameters."""
+    assert found.keys() == expected.keys()
+    missed, present = (
+        torch.cat([(found[name].float() * sign - value).flatten() for name, value in expected.items()]).norm()
+        for sign in (1, 0)
+    )
+    return float(missed / present)
+
+
 def assert_same_gradients(model: Any, expected: dict[str, torch.Tensor]) -> None:
     """Relative 1e-4 of each parameter's gradient."""
     found = gradients(model)

@@ -79,13 +79,17 @@ def choose_forward(
             policy.share_prefix(longest)
         except ValueError as error:
             return [f"{kind}: prompts are fed once per completion, in padded rows: {_in_one_line(error)}"]
-        if reason := probe.disagreement(policy, whole, "a packed row"):
-            policy.feed_prompts_apart()
-            return [f"{kind}: prompts are fed once per completion, in padded rows: {reason}"]
+        notices = []
+        if reason := probe.disagreement(policy, whole, "a packed row in blocks"):
+            policy.attends_in_blocks = False
+            if again := probe.disagreement(policy, whole, "a packed row"):
+                policy.feed_prompts_apart()
+                return [f"{kind}: prompts are fed once per completion, in padded rows: {again}"]
+            notices.append(f"{kind}: completions attend to their prompt through masks, in more memory: {reason}")
         if reason := probe.disagreement(policy, _in_parts(segments), "a group in parts"):
             policy.splits_prompts = False
-            return [f"{kind}: a group in several micro-batches is fed its prompt with each of them: {reason}"]
-    return []
+            notices.append(f"{kind}: a group in several micro-batches is fed its prompt with each of them: {reason}")
+    return notices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

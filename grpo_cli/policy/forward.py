@@ -60,6 +60,8 @@ class PolicyModel(nn.Module):
         always_sees: Whether an image is encoded in every forward, also where no segment has one: processes that hold parts of the
             weights go through them together.
         splits_prompts: Whether a prompt may be fed once for parts of its group too, as a `SplitPrompt`, where it is fed once.
+        attends_in_blocks: Whether a packed row is attended to block by block, where the device has a kernel for that; if not, with
+            masks.
     """
 
     def __init__(self, model: Any, *, sampling: Sampling, vision: VisionProcessor | None = None) -> None:
@@ -70,6 +72,7 @@ class PolicyModel(nn.Module):
         self.shares_prefix = False
         self.full_logits = False
         self.splits_prompts = True
+        self.attends_in_blocks = True
         self.always_sees = False
         self.scaling = LogitScaling.of(model.config.get_text_config())
 
@@ -133,7 +136,7 @@ class PolicyModel(nn.Module):
         if images is not None and layout.prefixes:
             layout = images.placed(layout)
         layout = layout.to(self._device)
-        packed = PackedRow(self._prefixes(layout, segments), self._device) if layout.prefixes else None
+        packed = self._row(self._prefixes(layout, segments)) if layout.prefixes else None
         common = self._common(layout, entropy_grad=entropy_grad)
         inputs = _inputs(layout, packed) | ({"output_router_logits": True} if routers else {})
         if images is not None:
@@ -174,7 +177,7 @@ class PolicyModel(nn.Module):
                 own = replace(images, segments=alone)
                 layout, seen = own.placed(layout), own.packed()
             layout = layout.to(self._device)
-            inputs = _inputs(layout, PackedRow(self._prefixes(layout, alone), self._device, records=prompt)) | seen
+            inputs = _inputs(layout, self._row(self._prefixes(layout, alone), records=prompt)) | seen
             prompt.close(self._body(images)(**inputs).last_hidden_state[0, -1:])
         layout = completions_row(segment)
         fed += layout.ids.numel()
@@ -183,7 +186,7 @@ class PolicyModel(nn.Module):
         layout = layout.to(self._device)
         states = prompt.last_hidden
         if layout.ids.numel():
-            inputs = _inputs(layout, PackedRow(layout.prefixes, self._device, continues=prompt))
+            inputs = _inputs(layout, self._row(layout.prefixes, continues=prompt))
             hidden = self._body(None)(**inputs).last_hidden_state[0]
             states = torch.cat([hidden, states])  # so that place -1 is the prompt's last state
         logps, entropies = token_statistics(
@@ -234,6 +237,9 @@ class PolicyModel(nn.Module):
         """Go through the weights that see: a 0 []."""
         assert self.vision is not None
         return nothing_seen(self.model, self.vision)
+
+    def _row(self, prefixes: tuple[SharedPrefix, ...], **prompt: SplitPrompt) -> PackedRow:
+        return PackedRow(prefixes, self._device, in_blocks=self.attends_in_blocks, **prompt)
 
     def _prefixes(self, layout: Layout, segments: tuple[Segment, ...]) -> tuple[SharedPrefix, ...]:
         """Give the prompts of a packed row, with their images where these see more than what is before."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from grpo_cli.policy import two_part_flash
 from grpo_cli.policy.layout import SharedPrefix
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.policy.two_part import RowBlocks, two_part_attention
+from grpo_cli.policy.two_part_flash import RowSequences, two_part_flash_attention
 
 # Transformers would look for a kernel on the hub if "flash" or a slash were in a name.
 NAMES = {
@@ -85,6 +87,7 @@ class PackedRow:
         device: Where the row is.
         records: Keeps the keys and values of the one prompt that this row consists of.
         continues: Has the keys and values of the one prompt that the row's completions belong to.
+        in_blocks: Whether layers may attend block by block, where there is a kernel for that; if not, with masks.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class PackedRow:
         *,
         records: SplitPrompt | None = None,
         continues: SplitPrompt | None = None,
+        in_blocks: bool = True,
     ) -> None:
         self.prefixes = prefixes
+        self.in_blocks = in_blocks
         self.records = records
         self.continues = continues
         self.keys_before = 0 if continues is None else len(continues.ids)
@@ -106,6 +111,11 @@ class PackedRow:
         self._device = device
         self._rectangles: dict[SharedPrefix, Rectangle] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @cached_property
+    def sequences(self) -> RowSequences:
+        """The blocks as a GPU's kernel takes them."""
+        return RowSequences.of(self.blocks, self._device, keys_before=self.keys_before)
 
     def rectangle(self, prefix: SharedPrefix) -> Rectangle:
         """Where a group's fed completion tokens stand."""
@@ -186,14 +196,18 @@ def shared_prefix_attention(
         key, value = packed.continues.before(_layer(module), key, value)
     window = None if sliding_window is None or sliding_window >= packed.longest else sliding_window
     both_ways = any(prefix.images for prefix in packed.prefixes)
-    if not both_ways and _attends_in_blocks(query, value, window, softcap):
+    if packed.in_blocks and not both_ways and _attends_in_blocks(query, value, window, softcap):
+        if two_part_flash.takes(query):
+            return two_part_flash_attention(query, key, value, packed.sequences, scaling).transpose(1, 2), None
         return two_part_attention(query, key, value, packed.blocks, scaling).transpose(1, 2), None
     return _gathered_attention(packed, query, key, value, scaling, window, softcap), None
 
 
 def _attends_in_blocks(query: Tensor, value: Tensor, window: int | None, softcap: float | None) -> bool:
-    """Tell whether `two_part_attention` can compute a layer: its kernel is one for CPUs, and knows nothing but causality."""
-    return query.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]
+    """Tell whether kernels that give log-sum-exps can compute a layer; they know nothing but causality."""
+    if window is not None or softcap is not None or query.shape[-1] != value.shape[-1]:
+        return False
+    return query.device.type == "cpu" or two_part_flash.takes(query)
 
 
 def _of_one_precision(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

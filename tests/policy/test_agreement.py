@@ -1,6 +1,8 @@
 """The self-check at start: it notices what is wrong in any precision, and only that."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from grpo_cli.policy import head, shared_prefix
 from grpo_cli.policy.agreement import LENGTH_OF_A_REASON, choose_forward
 from grpo_cli.policy.forward import PolicyModel, has_windows
 from grpo_cli.policy.load import load_model, load_tokenizer
+from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.two_part import RowBlocks, two_part_attention
 from grpo_cli.recipe.schema import LoraSection, ModelSection
 from grpo_cli.types import Segment
@@ -70,6 +73,12 @@ def without_gradient_of_keys(query: Any, key: Any, value: Any, *rest: Any) -> to
     return two_part_attention(query, key.detach(), value.detach(), *rest)
 
 
+def as_gathered(
+    attend: Callable[..., torch.Tensor], packed: PackedRow, query: Any, key: Any, value: Any, scaling: Any, *_rest: Any
+) -> torch.Tensor:
+    return attend(query, key, value, packed.blocks, scaling).transpose(1, 2)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "products of 4-bit weights"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_right_way_is_taken_and_a_wrong_one_noticed_in_every_precision(
@@ -93,13 +102,20 @@ def test_a_right_way_is_taken_and_a_wrong_one_noticed_in_every_precision(
     assert policy.splits_prompts
     monkeypatch.setattr(shared_prefix, "_attends_in_blocks", lambda *_states: True)
     for flaw, notice in (
-        (blind, "log-probabilities of a packed row differ by"),
-        (without_gradient_of_keys, "the gradient of a packed row differs by"),
+        (blind, "log-probabilities of a packed row in blocks differ by"),
+        (without_gradient_of_keys, "the gradient of a packed row in blocks differs by"),
     ):
-        monkeypatch.setattr(shared_prefix, "two_part_attention", flaw)
-        policy, (line,) = choose()
-        assert notice in line
-        assert not policy.shares_prefix
+        with monkeypatch.context() as flawed:
+            flawed.setattr(shared_prefix, "two_part_attention", flaw)
+            policy, (line,) = choose()
+            assert "completions attend to their prompt through masks, in more memory" in line
+            assert notice in line
+            assert policy.shares_prefix
+            assert not policy.attends_in_blocks
+            flawed.setattr(shared_prefix, "_gathered_attention", partial(as_gathered, flaw))
+            policy, (line,) = choose()
+            assert notice.replace(" in blocks", "") in line
+            assert not policy.shares_prefix
 
 
 @pytest.mark.slow
@@ -152,7 +168,7 @@ def test_a_wrong_backward_is_noticed_with_adapters_in_some_layers(
     assert choose() == []
     monkeypatch.setattr(shared_prefix, "two_part_attention", without_gradient_of_keys)
     (notice,) = choose()
-    assert "the gradient of a packed row differs by" in notice
+    assert "the gradient of a packed row in blocks differs by" in notice
 
 
 def test_a_model_in_which_nothing_is_trained_is_compared_by_value(tiny_model_folder: Path) -> None:
@@ -220,7 +236,7 @@ def test_what_an_error_says_becomes_a_short_sentence(
 
     monkeypatch.setattr(shared_prefix, "two_part_attention", failing)
     (notice,) = choose_forward(PolicyModel(load(tiny_model_folder), sampling=SAMPLING), PROBE)
-    assert f"a packed row is not possible ({reason}" in notice
+    assert f"a packed row in blocks is not possible ({reason}" in notice
     assert len(notice) < 150 + LENGTH_OF_A_REASON
 
 

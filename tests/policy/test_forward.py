@@ -1,5 +1,7 @@
 """The policy's forward against the model's own logits, computed one sequence at a time without padding."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from grpo_cli.policy.agreement import choose_forward
 from grpo_cli.policy.forward import PolicyModel, has_windows
 from grpo_cli.policy.load import disable_dropout, load_model
 from grpo_cli.policy.shared_prefix import NAMES, WINDOWED_FAMILIES
-from grpo_cli.policy.two_part import two_part_attention
 from grpo_cli.recipe.schema import ModelSection
 from grpo_cli.types import Sampling, Segment
 
@@ -149,11 +150,12 @@ def test_a_model_with_an_attention_of_its_own_is_fed_prompts_apart_with_a_notice
 def test_a_packed_row_that_does_not_agree_is_not_used(
     flaw: str, notice: str, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flawed(*arguments: Any) -> torch.Tensor:
-        output = two_part_attention(*arguments)
+    def flawed(attend: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        output = attend(*arguments)
         return output * 1.1 if flaw == "forward" else (output - output.detach()) * 1.1 + output.detach()
 
-    monkeypatch.setattr(shared_prefix, "two_part_attention", flawed)
+    for way in ("two_part_attention", "_gathered_attention"):
+        monkeypatch.setattr(shared_prefix, way, partial(flawed, getattr(shared_prefix, way)))
     policy = PolicyModel(load(tiny_model_folder), sampling=PLAIN)
     (line,) = choose_forward(policy, SEGMENTS)
     assert notice in line

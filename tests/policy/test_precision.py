@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash_operations import flash_by_definition
 from padded_calls import (
     COMPLETIONS,
     GROUP,
     SAMPLING,
     Precision,
     backward,
+    distance,
     gradients,
     in_parts,
     load,
@@ -21,7 +23,6 @@ from padded_calls import (
 from tiny_models import FAMILIES, build_tiny_model
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.layout import packed_row
 from grpo_cli.policy.shared_prefix import PackedRow, shared_prefix_attention
@@ -35,31 +36,17 @@ CONTEXTS: dict[str, tuple[Precision, Callable[[], AbstractContextManager[object]
 }
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative, over all parameters."""
-    assert found.keys() == expected.keys()
-    missed, present = (
-        torch.cat([(found[name].float() * sign - value).flatten() for name, value in expected.items()]).norm()
-        for sign in (1, 0)
-    )
-    return float(missed / present)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("way", [whole, in_parts])
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("attention", ["blocks", "flash", "masks"])
 def test_a_packed_row_rounds_no_more_than_the_padded_call(
     family: str,
     precision: str,
     way: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    *,
-    gathered: bool,
+    attention: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if gathered:
-        monkeypatch.setattr(shared_prefix, "_attends_in_blocks", lambda *_states: False)
     dtype, context = CONTEXTS[precision]
     # Small weights: with large ones, one rounding more changes everything that follows.
     folder = build_tiny_model(tmp_path, family, initializer_range=0.1)
@@ -77,21 +64,18 @@ def test_a_packed_row_rounds_no_more_than_the_padded_call(
 
     policy = PolicyModel(model, sampling=SAMPLING)
     policy.share_prefix()
-    with context():
+    policy.attends_in_blocks = attention != "masks"
+    with context(), flash_by_definition() if attention == "flash" else nullcontext():
         logps, _ = way(policy, weights)
     assert (logps - exact_logps).norm() <= 1.5 * (padded_logps.float() - exact_logps).norm()
     assert distance(gradients(model), gradients(exact)) <= 1.5 * padded_error
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_attention_computes_in_the_precision_that_torchs_own_has_under_autocast(
-    *, gathered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if gathered:
-        monkeypatch.setattr(shared_prefix, "_attends_in_blocks", lambda *_states: False)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_attention_computes_in_the_precision_that_torchs_own_has_under_autocast(*, in_blocks: bool) -> None:
     layout = packed_row((Segment(prompt_ids=(1, 2), completion_ids=((3, 4), (5, 6, 7))),))
     query, key, value = (torch.randn(1, 2, layout.ids.numel(), 8) for _ in range(3))
-    packed = PackedRow(layout.prefixes, torch.device("cpu"))
+    packed = PackedRow(layout.prefixes, torch.device("cpu"), in_blocks=in_blocks)
 
     def attend() -> torch.Tensor:
         return shared_prefix_attention(pytest.fail, torch.nn.Module(), query, key, value, None, packed=packed)[0]
