@@ -36,6 +36,7 @@ class LayerSizes:
         hidden: Width between the layers.
         query: Width of all query heads.
         key: Width of all key heads, and of all value heads.
+        head: Width of one head.
         intermediate: Width inside the MLP; with a mixture of experts, of those that a token goes through.
     """
 
@@ -43,6 +44,7 @@ class LayerSizes:
     hidden: int
     query: int
     key: int
+    head: int
     intermediate: int
 
     @classmethod
@@ -58,6 +60,7 @@ class LayerSizes:
             hidden=hidden,
             query=heads * width,
             key=(positive_integer(config, "num_key_value_heads") or heads) * width,
+            head=width,
             intermediate=_intermediate(config) or 4 * hidden,
         )
 

@@ -108,7 +108,12 @@ def token_budget(
     tokens = asked
     if tokens is None:
         tokens = automatic_micro_batch_tokens(
-            policy, train=train, processes=processes, spread=inputs.strategy.spread, image_tokens=image_tokens
+            policy,
+            train=train,
+            processes=processes,
+            spread=inputs.strategy.spread,
+            group=inputs.recipe.grpo.num_generations if policy.shares_prefix else 0,
+            image_tokens=image_tokens,
         )
     return TokenBudget(
         tokens,

@@ -23,6 +23,7 @@ class Demand:
         vllm: Bytes that vLLM takes of this machine's memory; None: the built-in engine samples, which needs a cache of its own.
         vllm_sleeps: Whether it gives them back while the policy is trained.
         most_cached_tokens: Bound of that cache; None: not known.
+        read_keys: Keys of the trained tokens, each counted once for every completion that reads it, where prompts are fed once; else 0.
         image_tokens: Of the trained ones, those of prompts with images, which are taken to be images throughout.
     """
 
@@ -34,7 +35,12 @@ class Demand:
     vllm: int | None = None
     vllm_sleeps: bool = False
     most_cached_tokens: int | None = None
+    read_keys: int = 0
     image_tokens: int = 0
+
+    def read_keys_of(self, tokens: int) -> int:
+        """Count those of a micro-batch of some tokens."""
+        return -(-self.read_keys * tokens // self.trained_tokens)
 
     def image_tokens_of(self, tokens: int) -> int:
         """Count the most that a micro-batch of some tokens can hold: where completions turn out short, it is prompts and little else."""
@@ -71,6 +77,9 @@ class Demand:
             vllm=vllm,
             vllm_sleeps=recipe.vllm.enable_sleep_mode,
             most_cached_tokens=most_cached_tokens,
+            read_keys=prompts * group * (longest_prompt + recipe.generation.max_completion_length)
+            if shares_prefix
+            else 0,
             image_tokens=image_tokens(
                 recipe, processes=processes, longest_prompt=longest_prompt, shares_prefix=shares_prefix
             )

@@ -5,7 +5,6 @@ for 20 %, where the C library gives what is free back at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,8 @@ from grpo_cli.device_memory import free_memory
 from grpo_cli.engine.activations import Precision, activation_bytes, kept_bytes, precision_of
 from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.distributed import Processes
+from grpo_cli.engine.memory_estimate import MemoryEstimate
+from grpo_cli.engine.prompt_copies import copied_bytes
 from grpo_cli.engine.strategies.spread import Spread
 from grpo_cli.engine.vision_activations import tower_bytes
 from grpo_cli.onednn import is_faster
@@ -41,65 +42,6 @@ MOST_TOKENS_ELSEWHERE = 4096
 
 LEAST_TOKENS = 64
 """An automatic budget does not go below this: single completions are about as long."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
-    """Bytes of one process by part; None: not known for this architecture.
-
-    Attributes:
-        weights: Its part of the policy's.
-        gradients: Its part.
-        optimizer: Its part of the moments, and of the copies that the optimizer moves.
-        reference: Its part of a second model's weights.
-        gathered: Weights, and gradients of them, that are whole while a forward or backward uses them.
-        rounded: Copies of the weights in bfloat16, which autocast makes and the backward reads where no layer is computed again.
-        activations: What the backward keeps of a micro-batch.
-        head: Logits and gradients of embedding and head, as far as they come on top.
-        images: What the backward keeps of a micro-batch's images in the vision tower.
-        sampled: Copies of weights while the built-in engine samples: all of a policy that is in parts, and those in oneDNN's order.
-        cache: Keys and values of the built-in engine.
-        vllm: What vLLM takes.
-        keeps_gradients: Whether room for gradients is held between two steps, too.
-        vllm_sleeps: Whether vLLM has its memory only while it samples.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    gathered: int
-    rounded: int
-    activations: int | None
-    head: int | None
-    images: int
-    sampled: int
-    cache: int | None
-    vllm: int
-    keeps_gradients: bool = False
-    vllm_sleeps: bool = False
-
-    @property
-    def parts(self) -> dict[str, int | None]:
-        """All numbers of bytes by name."""
-        return {name: value for name, value in asdict(self).items() if name not in ("keeps_gradients", "vllm_sleeps")}
-
-    @property
-    def training(self) -> int:
-        """Known bytes during a backward."""
-        used = self.gradients + self.gathered + self.rounded + (self.activations or 0) + (self.head or 0) + self.images
-        return self.weights + self.optimizer + self.reference + used + (0 if self.vllm_sleeps else self.vllm)
-
-    @property
-    def sampling(self) -> int:
-        """Known bytes while completions are sampled."""
-        used = self.sampled + (self.cache or 0) + (self.gradients if self.keeps_gradients else 0)
-        return self.weights + self.optimizer + self.reference + used + self.vllm
-
-    @property
-    def total(self) -> int:
-        """The larger of the two: they take turns."""
-        return max(self.training, self.sampling)
 
 
 def estimate_memory(
@@ -143,6 +85,7 @@ def estimate_memory(
         rounded=_rounded(policy, train, spread),
         activations=activations,
         head=head,
+        prompt_copies=_copies(policy, tokens, demand.read_keys_of(tokens), longest, train, spread, device),
         images=_images(policy, demand.image_tokens_of(tokens), of_text, train, spread),
         sampled=_sampled(policy, train, spread, device) if samples else 0,
         cache=_cache(policy, cached_tokens, train) if samples else 0,
@@ -153,20 +96,32 @@ def estimate_memory(
 
 
 def automatic_micro_batch_tokens(
-    policy: PolicyModel, *, train: TrainSection, processes: Processes, spread: Spread, image_tokens: int | None = 0
+    policy: PolicyModel,
+    *,
+    train: TrainSection,
+    processes: Processes,
+    spread: Spread,
+    group: int = 0,
+    image_tokens: int | None = 0,
 ) -> int:
     """Find a token budget that the free memory has room for, with all models loaded and nothing trained yet.
 
     Gradients and the optimizer's moments come first; a safe share of what they leave is for one micro-batch. The budget is a power
     of two, so that a little more or less free memory gives the same split, and no larger than makes the device faster. All processes
-    have the smallest of theirs. See `tokens_that_fit` for `image_tokens`.
+    have the smallest of theirs. See `tokens_that_fit` for the rest.
     """
     free = free_memory(processes.device)
     if free is not None:
         free //= processes.sharing_memory
     return processes.least(
         tokens_that_fit(
-            policy, free=free, train=train, spread=spread, device=processes.device, image_tokens=image_tokens
+            policy,
+            free=free,
+            train=train,
+            spread=spread,
+            device=processes.device,
+            group=group,
+            image_tokens=image_tokens,
         )
     )
 
@@ -178,6 +133,7 @@ def tokens_that_fit(
     train: TrainSection,
     spread: Spread,
     device: torch.device,
+    group: int = 0,
     image_tokens: int | None = 0,
 ) -> int:
     """Find the token budget of `automatic_micro_batch_tokens` for one process.
@@ -188,6 +144,8 @@ def tokens_that_fit(
         train: Precision and checkpointing.
         spread: What a process keeps.
         device: Where it computes.
+        group: Completions that read each prompt where that is fed once; 0: it is not. However short they turn out, of a micro-batch no
+            more than this many copies of each token's keys can be needed.
         image_tokens: Most tokens of a step that stand for parts of images; None: not known, it may be all of them.
     """
     tokens = MOST_TOKENS.get(device.type, MOST_TOKENS_ELSEWHERE)
@@ -198,7 +156,8 @@ def tokens_that_fit(
         of_text = (_activations(policy, tokens, train, spread) or 0) + (
             _head(policy, tokens, train, spread, device) or 0
         )
-        return of_text + _images(policy, seen, of_text, train, spread)
+        copies = _copies(policy, tokens, tokens * group, None, train, spread, device)
+        return of_text + copies + _images(policy, seen, of_text, train, spread)
 
     while room is not None and tokens > LEAST_TOKENS and needed() > room:
         tokens //= 2
@@ -351,6 +310,27 @@ def _activations(policy: PolicyModel, tokens: int, train: TrainSection, spread: 
     return activation_bytes(
         policy.model.config.get_text_config(),
         tokens,
+        checkpointing=_checkpointing(policy, train, spread),
+        precision=_precision(policy, train, spread),
+    )
+
+
+def _copies(
+    policy: PolicyModel,
+    tokens: int,
+    read_keys: int,
+    longest: int | None,
+    train: TrainSection,
+    spread: Spread,
+    device: torch.device,
+) -> int:
+    """Bytes of the keys and values that completions have copies of."""
+    return copied_bytes(
+        policy,
+        tokens,
+        read_keys=read_keys,
+        longest=longest,
+        device=device,
         checkpointing=_checkpointing(policy, train, spread),
         precision=_precision(policy, train, spread),
     )

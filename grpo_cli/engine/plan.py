@@ -5,7 +5,8 @@ from pathlib import Path
 from grpo_cli.device_memory import total_memory
 from grpo_cli.engine.demand import Demand
 from grpo_cli.engine.inputs import Inputs
-from grpo_cli.engine.memory import MemoryEstimate, estimate_memory
+from grpo_cli.engine.memory import estimate_memory
+from grpo_cli.engine.memory_estimate import MemoryEstimate
 from grpo_cli.engine.rollouts import dtype_name
 from grpo_cli.engine.shared_scoring import SharedScorer
 from grpo_cli.engine.stages import Stages

@@ -13,7 +13,8 @@ import torch
 from grpo_cli.data.image_columns import has_images
 from grpo_cli.data.sources import load_rows
 from grpo_cli.engine.demand import Demand, image_tokens
-from grpo_cli.engine.memory import MemoryEstimate, cached_tokens_that_fit, estimate_memory, tokens_that_fit
+from grpo_cli.engine.memory import cached_tokens_that_fit, estimate_memory, tokens_that_fit
+from grpo_cli.engine.memory_estimate import MemoryEstimate
 from grpo_cli.engine.named_parts import put_parts
 from grpo_cli.engine.prompts import load_prompts
 from grpo_cli.engine.strategies.choice import copy_bytes, deepspeed_settings, preferred_strategy, training_memory
@@ -205,7 +206,13 @@ def _demand(
             recipe, processes=machine.processes, longest_prompt=longest, shares_prefix=recipe.model.share_prefix
         )
         budget = tokens_that_fit(
-            policy, free=free, train=train, spread=spread, device=machine.device, image_tokens=seen if sees else 0
+            policy,
+            free=free,
+            train=train,
+            spread=spread,
+            device=machine.device,
+            group=recipe.grpo.num_generations if recipe.model.share_prefix else 0,
+            image_tokens=seen if sees else 0,
         )
     return Demand.of(
         recipe,

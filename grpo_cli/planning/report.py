@@ -18,6 +18,7 @@ WHAT = {
     "rounded": "copies of float32 weights in bfloat16 (train.bf16), until the backward",
     "activations": "what the backward keeps of a micro-batch",
     "head": "a chunk of logits, and gradients of head and embedding, as far as they come on top",
+    "prompt_copies": "keys and values of prompts, a copy for each completion, where attention is with masks",
     "images": "what the backward keeps of images in the vision tower",
     "sampled": "copies of weights while the built-in engine samples: all that are in parts, and those in oneDNN's order",
     "cache": "keys and values of the built-in engine",

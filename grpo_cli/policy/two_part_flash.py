@@ -21,7 +21,7 @@ from grpo_cli.policy.two_part import Block, RowBlocks
 
 _LARGEST_HEAD = 256
 _HEADS_IN_STEPS_OF = 8
-_LEAST_CAPABILITY = (8, 0)  # Ampere
+_AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,22 +119,23 @@ class RowSequences:
 
 
 def takes(query: Tensor) -> bool:
-    """Tell whether the kernel computes for queries [.., D] like these: in half precision, on NVIDIA's GPUs from Ampere on."""
-    size = query.shape[-1]
+    """Tell whether the kernel computes for queries [.., D] like these, where they are."""
+    return computes(query.dtype, query.shape[-1]) and has_kernel(query.device)
+
+
+def computes(dtype: torch.dtype, head_size: int) -> bool:
+    """Tell whether the kernel computes in a type, with heads of a size."""
     return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and size % _HEADS_IN_STEPS_OF == 0
-        and size <= _LARGEST_HEAD
-        and has_kernel(query.device)
+        dtype in (torch.bfloat16, torch.float16) and head_size % _HEADS_IN_STEPS_OF == 0 and head_size <= _LARGEST_HEAD
     )
 
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Tell whether a device has the kernel."""
+    """Tell whether a device has the kernel: NVIDIA's GPUs from Ampere on."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False
-    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def two_part_flash_attention(

@@ -14,10 +14,10 @@ from grpo_cli.engine.distributed import Processes
 from grpo_cli.engine.memory import (
     LEAST_TOKENS,
     MOST_TOKENS,
-    MemoryEstimate,
     automatic_micro_batch_tokens,
     estimate_memory,
 )
+from grpo_cli.engine.memory_estimate import MemoryEstimate
 from grpo_cli.engine.optimizer import build_optimizer
 from grpo_cli.engine.strategies.spread import spread_of
 from grpo_cli.policy.checkpointing import Checkpointing
