@@ -60,11 +60,13 @@ def loss_terms(stats: TokenStats, tokens: TokenBatch, settings: ObjectiveSetting
     if settings.beta != 0.0 and tokens.ref_logps is None:
         raise ValueError(f"beta is {settings.beta:g}, but the batch has no reference log-probabilities")
 
+    places = tokens.loss_mask.nonzero()[:, 0]  # once, for the host waits for a GPU here
+
     def pick(values: Tensor) -> Tensor:
-        return values[tokens.loss_mask].to(stats.logps.dtype)
+        return values.index_select(0, places).to(stats.logps.dtype)
 
     sequences = Sequences.count(
-        tokens.sequence[tokens.loss_mask], number=tokens.advantages.numel(), dtype=stats.logps.dtype
+        tokens.sequence.index_select(0, places), number=tokens.advantages.numel(), dtype=stats.logps.dtype
     )
     logps, behaviour = pick(stats.logps), pick(tokens.behaviour_logps)
     old = logps.detach() if tokens.old_logps is None else pick(tokens.old_logps)

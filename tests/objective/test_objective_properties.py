@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dispatched import Dispatched
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
@@ -179,3 +180,15 @@ def test_bnpo_is_the_mean_over_processes_of_the_mean_over_their_tokens() -> None
         total = total + run(share, totals, settings).output.loss.detach()
         means.append(run(share, alone, settings).output.loss.detach())
     close(total, torch.stack(means).mean())
+
+
+@EVERY_OBJECTIVE
+def test_the_loss_looks_at_the_mask_once(loss_type: LossType, level: RatioLevel) -> None:
+    """Wherever a shape depends on what a tensor holds, the host waits for a GPU."""
+    settings = make_settings(loss_type, level, beta=0.1, entropy_coef=0.05, top_entropy_quantile=0.4)
+    batch = make_batch([3, 5, 2], seed=0, masked=[False, True, False])
+    totals = make_totals([batch], settings)
+    with Dispatched() as seen:
+        run(batch, totals, settings)
+    masks = [one for _, places in seen.named("index") for one in places if one is not None and one.dtype == torch.bool]
+    assert len(masks) + len(seen.named("nonzero", "masked_select", "_local_scalar_dense")) == 1
