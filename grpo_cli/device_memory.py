@@ -22,6 +22,9 @@ _ALLOCATOR_MESSAGES = (
     "MPS backend out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # what cuBLAS says where its own workspace finds no room
+    "Cuda failure 2 'out of memory'",  # NCCL, in all its releases
+    "Cuda failure 'out of memory'",
     "could not create a primitive",  # oneDNN has no other words for it
     "std::bad_alloc",
 )

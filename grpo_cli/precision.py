@@ -7,6 +7,9 @@ from torch import nn
 def computing_dtype(model: nn.Module) -> torch.dtype:
     """Give the least precise type that a model computes in: its weights', autocast's, or what quantized layers multiply in.
 
+    Where torch may round the factors of float32 products, as with `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`, which NVIDIA's containers set, that
+    is float16, whose steps are those of TF32.
+
     Args:
         model: One whose first floating-point weight has the precision of the others.
     """
@@ -14,6 +17,8 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
     kinds = {first.dtype}
     if torch.is_autocast_enabled(first.device.type):
         kinds.add(torch.get_autocast_dtype(first.device.type))
+    if first.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        kinds.add(torch.float16)
     asked = (getattr(layer, "compute_dtype", None) for layer in model.modules())  # bitsandbytes' name for it
     kinds |= {one for one in asked if isinstance(one, torch.dtype)}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)

@@ -34,6 +34,19 @@ def test_it_is_that_of_weights_or_of_quantized_products(
         assert computing_dtype(model) == torch.bfloat16
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_float32_products_that_may_be_rounded_are_reduced(dtype: Any, expected: torch.dtype, tmp_path: Path) -> None:
+    """TF32 has ten bits of a fraction, as float16."""
+    folder = build_tiny_model(tmp_path)
+    model = load_model(ModelSection(name_or_path=str(folder), dtype=dtype), folder=folder)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert computing_dtype(model) == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_float32_and_more_are_not_reduced() -> None:
     kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
     assert [is_reduced(kind) for kind in kinds] == [False, False, True, True]

@@ -107,6 +107,20 @@ def test_without_limits_or_control_groups_the_machine_is_the_limit(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (MemoryError(), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error: ncclRemoteError: A call failed possibly due to a network error"
+            ),
+            False,
+        ),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
         (KeyboardInterrupt(), False),

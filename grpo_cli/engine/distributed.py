@@ -14,6 +14,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
+from grpo_cli.device_memory import is_out_of_memory
 from grpo_cli.engine.merging import Kinds, from_numbers, kinds_of, to_numbers, with_kinds
 from grpo_cli.errors import GrpoError, LostProcessError, TrainingError
 from grpo_cli.metrics import Metrics
@@ -70,6 +71,8 @@ class Processes:
         self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
         self._kinds: Kinds = {}
         """Of all metrics that were merged so far; the same in all processes."""
+        # Connects the processes' devices, so that what this takes of a GPU's memory is gone before anything asks how much is free.
+        self.sum_on_device(torch.zeros(1, device=self.device))
 
     @property
     def is_main(self) -> bool:
@@ -313,6 +316,8 @@ class Processes:
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise LostProcessError.shown_by(error) from error
 
 
@@ -326,7 +331,8 @@ def telling_of_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+        shows_it = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+        if shows_it and not is_out_of_memory(error):
             raise LostProcessError.shown_by(error) from error
         raise
 

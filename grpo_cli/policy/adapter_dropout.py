@@ -35,7 +35,10 @@ class DroppedInputs(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the mask to inputs [.., inputs]."""
-        return inputs if self.mask is None else inputs * self.mask.to(inputs.device, inputs.dtype)
+        if self.mask is None:
+            return inputs
+        self.mask = self.mask.to(inputs.device)  # once, for the host waits for it
+        return inputs * self.mask.to(inputs.dtype)
 
 
 @contextmanager

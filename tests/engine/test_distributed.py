@@ -2,7 +2,11 @@
 
 import pytest
 from many_processes import train_in_forked
+from torch.distributed import DistBackendError
 from warm_start import WarmStart
+
+from grpo_cli.engine.distributed import telling_of_lost_processes
+from grpo_cli.errors import LostProcessError
 
 TELLING = """
 import torch
@@ -59,3 +63,18 @@ else:
 @pytest.mark.slow
 def test_messages_of_any_lengths_arrive_as_they_were_sent(warm: WarmStart) -> None:
     train_in_forked(warm, 3, [], afterwards=TELLING)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+            LostProcessError,
+        ),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'", DistBackendError),
+    ],
+)
+def test_a_transport_without_memory_is_no_lost_process(message: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind), telling_of_lost_processes():
+        raise DistBackendError(message)

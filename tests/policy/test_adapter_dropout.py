@@ -112,3 +112,12 @@ def test_a_mask_goes_to_where_the_inputs_are() -> None:
     dropping = DroppedInputs(0.5)
     dropping.mask = torch.tensor([0.0, 2.0])
     assert dropping(torch.ones(3, 2, device="meta", dtype=torch.bfloat16)).device.type == "meta"
+
+
+def test_a_mask_goes_to_its_device_once() -> None:
+    """A device without numbers stands for a GPU."""
+    dropping = DroppedInputs(0.5)
+    dropping.mask = torch.ones(4)
+    dropping(torch.empty(2, 4, device="meta", dtype=torch.bfloat16))
+    assert dropping.mask.device.type == "meta"
+    assert dropping.mask.dtype == torch.float32, "its numbers are rounded anew for inputs of each type"

@@ -134,7 +134,7 @@ class FullySharded:
             part.copy_(distribute_tensor(whole, self._mesh, [Shard(0)]).to_local())
         for module in policy.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                moved = buffer.to(device)
+                moved = buffer.to(device).contiguous()  # as NCCL wants it
                 torch.distributed.broadcast(moved, src=0, group=self._mesh.get_group())
                 module.register_buffer(name, moved, persistent=name not in module._non_persistent_buffers_set)  # noqa: SLF001
 
