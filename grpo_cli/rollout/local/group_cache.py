@@ -16,11 +16,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # Transformers would look for a kernel on the hub if "flash" or a slash were in the name.
 NAME = "grpo_group_cache"
+
+_LARGEST_FLASH_HEAD = 256
+"""Numbers of the largest head that a GPU's flash kernel computes with, in half precision; it alone lets heads share keys."""
 
 _FIRST_CAPACITY = 128
 """Tokens that a slot has room for at first; the room doubles when a row needs more."""
@@ -170,7 +173,7 @@ class GroupCache:
         index = cast("int", module.layer_idx)  # transformers numbers its attention layers
         if self._rows is None:
             layer = self._layers.setdefault(index, _Layer())
-            return layer.attend_prompts(module, query, key, value, scaling, self._prompts)
+            return layer.attend_prompts(query, key, value, scaling, self._prompts)
         return self._layers[index].attend_rows(query.float() * scaling, key, value, self._rows)
 
 
@@ -277,7 +280,6 @@ class _Layer:
 
     def attend_prompts(
         self,
-        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -291,17 +293,8 @@ class _Layer:
             # A clone, for a part of a tensor would keep all of it.
             kept = (states[0].clone(memory_format=torch.contiguous_format) for states in (own_key, own_value))
             self.prompts[number] = (next(kept), next(kept))
-            output, _ = sdpa_attention_forward(
-                module,
-                query[:, :, prompt.span],
-                own_key,
-                own_value,
-                prompt.mask,
-                scaling=scaling,
-                is_causal=prompt.mask is None,
-            )
-            outputs.append(output)
-        return torch.cat(outputs, dim=1)
+            outputs.append(_prompt_attention(query[:, :, prompt.span], own_key, own_value, prompt.mask, scaling))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def attend_rows(self, query: Tensor, key: Tensor, value: Tensor, rows: _Rows) -> Tensor:
         """Append each row's newest token and attend to what the row sees: [R, 1, K * N, D].
@@ -353,6 +346,21 @@ class _Layer:
             torch.baddbmm(own[:, part] * weights[:, :, -1:], weights[:, :, :-1], value.float(), out=merged[:, part])
         merged = merged.view(heads, rows, repeats, -1).transpose(0, 1)
         return merged if arrangement.order is None else merged[arrangement.back]
+
+
+def _prompt_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention of a prompt to itself, [1, K * N, P, D]; `mask` as in `_FedPrompt`.
+
+    Where no kernel lets heads share keys, torch would compute with matrices of all scores, [K * N, P, P].
+    """
+    repeats = query.shape[1] // key.shape[1]
+    flash = query.dtype.itemsize < torch.float32.itemsize and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    shared = repeats > 1 and mask is None and (query.device.type == "cpu" or flash)
+    if repeats > 1 and not shared:
+        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shared
+    )
 
 
 def _enlarged(states: Tensor, held: int, *, like: Tensor, slots: int, room: int) -> Tensor:
