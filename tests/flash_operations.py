@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.policy import two_part_flash
+from grpo_cli import flash
 
 FORWARD, BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 
@@ -23,13 +23,19 @@ class OneSequence:
     mask: Tensor
 
 
-def sequences(query_starts: Tensor, key_starts: Tensor, *, causal: bool) -> Iterator[OneSequence]:
+def sequences(
+    query_starts: Tensor, key_starts: Tensor, *, causal: bool, used_keys: Tensor | None = None
+) -> Iterator[OneSequence]:
     spans = (zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True) for starts in (query_starts, key_starts))
-    for queries, keys in zip(*spans, strict=True):
-        rows, columns = queries[1] - queries[0], keys[1] - keys[0]
+    for number, (queries, keys) in enumerate(zip(*spans, strict=True)):
+        rows = queries[1] - queries[0]
+        columns = keys[1] - keys[0] if used_keys is None else int(used_keys[number])
+        assert columns <= keys[1] - keys[0]
         mask = torch.ones(rows, columns, dtype=torch.bool)
         yield OneSequence(
-            queries=slice(*queries), keys=slice(*keys), mask=mask.tril(columns - rows) if causal else mask
+            queries=slice(*queries),
+            keys=slice(keys[0], keys[0] + columns),
+            mask=mask.tril(columns - rows) if causal else mask,
         )
 
 
@@ -51,15 +57,16 @@ def forward_by_definition(
     return_debug_mask: bool,
     *,
     scale: float | None = None,
+    seqused_k: Tensor | None = None,
     **_unused: None,
 ) -> tuple[Tensor, ...]:
     assert dropout == 0
     assert not return_debug_mask
     assert most_queries == query_starts.diff().max()
-    assert most_keys == key_starts.diff().max()
+    assert most_keys == (key_starts.diff() if seqused_k is None else seqused_k).max()
     queries, keys, values = heads_first(query, key, value)
     output, sums = torch.full_like(queries, torch.nan), queries.new_full(queries.shape[:2], torch.nan)
-    for one in sequences(query_starts, key_starts, causal=causal):
+    for one in sequences(query_starts, key_starts, causal=causal, used_keys=seqused_k):
         scores = queries[:, one.queries] @ keys[:, one.keys].transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
         scores = scores.masked_fill(~one.mask, -torch.inf)
         output[:, one.queries] = scores.softmax(-1) @ values[:, one.keys]
@@ -112,12 +119,14 @@ def backward_by_definition(
 
 
 @contextmanager
-def flash_by_definition() -> Iterator[None]:
-    """Give CPUs the kernel's two operations; they have neither, so nothing is replaced. Packed rows take it for what they are given."""
+def flash_by_definition(*, in_any_type: bool = False) -> Iterator[None]:
+    """Give CPUs the kernel's two operations; they have neither, so nothing is replaced. `in_any_type`: also where it is too coarse to compare."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl(FORWARD, forward_by_definition, "CPU")
     library.impl(BACKWARD, backward_by_definition, "CPU")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_part_flash, "has_kernel", lambda _device: True)
+        patch.setattr(flash, "has_kernel", lambda _device: True)
+        if in_any_type:
+            patch.setattr(flash, "computes", lambda _dtype, _size: True)
         yield
     library._destroy()

@@ -7,9 +7,9 @@ rectangles. Two more keys and values for each token cover that: 8 to 15 % more t
 import torch
 
 from grpo_cli.engine.activations import LayerSizes, Precision
+from grpo_cli.flash import computes, has_kernel
 from grpo_cli.policy.checkpointing import Checkpointing
 from grpo_cli.policy.forward import PolicyModel, has_windows
-from grpo_cli.policy.two_part_flash import computes, has_kernel
 
 
 def copied_bytes(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from grpo_cli.policy import two_part_flash
+from grpo_cli import flash
 from grpo_cli.policy.layout import SharedPrefix
 from grpo_cli.policy.split_prompt import SplitPrompt
 from grpo_cli.policy.two_part import RowBlocks, two_part_attention
@@ -197,7 +197,7 @@ def shared_prefix_attention(
     window = None if sliding_window is None or sliding_window >= packed.longest else sliding_window
     both_ways = any(prefix.images for prefix in packed.prefixes)
     if packed.in_blocks and not both_ways and _attends_in_blocks(query, value, window, softcap):
-        if two_part_flash.takes(query):
+        if flash.takes(query):
             return two_part_flash_attention(query, key, value, packed.sequences, scaling).transpose(1, 2), None
         return two_part_attention(query, key, value, packed.blocks, scaling).transpose(1, 2), None
     return _gathered_attention(packed, query, key, value, scaling, window, softcap), None
@@ -207,7 +207,7 @@ def _attends_in_blocks(query: Tensor, value: Tensor, window: int | None, softcap
     """Tell whether kernels that give log-sum-exps can compute a layer; they know nothing but causality."""
     if window is not None or softcap is not None or query.shape[-1] != value.shape[-1]:
         return False
-    return query.device.type == "cpu" or two_part_flash.takes(query)
+    return query.device.type == "cpu" or flash.takes(query)
 
 
 def _of_one_precision(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,13 +13,14 @@ from padded_calls import COMPLETIONS, PROMPT, SAMPLING, SEGMENTS, backward, dist
 from tiny_models import build_tiny_model
 from torch import Tensor
 
-from grpo_cli.policy import two_part_flash
+from grpo_cli import flash
+from grpo_cli.flash import has_kernel, takes
 from grpo_cli.policy.checkpointing import Checkpointing, set_checkpointing
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.layout import completions_row, packed_row
 from grpo_cli.policy.shared_prefix import PackedRow
 from grpo_cli.policy.split_prompt import SplitPrompt
-from grpo_cli.policy.two_part_flash import has_kernel, takes, two_part_flash_attention
+from grpo_cli.policy.two_part_flash import two_part_flash_attention
 from grpo_cli.types import Segment
 
 SCALING = 0.3
@@ -104,7 +105,7 @@ def test_the_kernel_itself_gives_what_its_definition_says(row: str) -> None:
 def test_the_kernel_is_called_for_what_it_computes(
     dtype: torch.dtype, size: int, *, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_part_flash, "has_kernel", lambda _device: True)
+    monkeypatch.setattr(flash, "has_kernel", lambda _device: True)
     assert takes(torch.empty(1, 2, 3, size, dtype=dtype)) is taken
 
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, build_tiny_model
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GptOssConfig
 
 from grpo_cli.rollout.local import LocalEngine
 from grpo_cli.rollout.local.decoder import CacheDecoder, evaluating
-from grpo_cli.rollout.local.group_cache import NAME, GroupCache
+from grpo_cli.rollout.local.group_cache import NAME
 from grpo_cli.rollout.local.group_decoder import GroupDecoder, attending_by_groups
 from grpo_cli.types import Completion, Group, Prompt, Sampling
 
@@ -235,7 +233,7 @@ def test_buffers_that_grow_keep_what_they_hold(
     engine = LocalEngine(model, tokenizer, max_num_seqs=5)
     expected = ids_of(engine.generate(prompts, sampling, num_generations=4, seed_key=(0,)))
     assert max(len(ids) for group in expected for ids in group) > 16
-    monkeypatch.setattr("grpo_cli.rollout.local.group_cache._FIRST_CAPACITY", 2)
+    monkeypatch.setattr("grpo_cli.rollout.local.group_layer._FIRST_CAPACITY", 2)
     assert ids_of(engine.generate(prompts, sampling, num_generations=4, seed_key=(0,))) == expected
 
 
@@ -380,37 +378,3 @@ def test_a_model_whose_logits_would_differ_is_sampled_with_its_own_cache(
     (notice,) = engine.notices
     assert "its logits would differ by" in notice
     assert ids_of(engine.generate(prompts, settings(), num_generations=2, seed_key=(0,))) == expected
-
-
-class SeenAttention(TorchFunctionMode):
-    """Notes how many heads of keys a prompt's attention is given, and whether query heads share them."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, bool]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention:
-            self.calls.append((args[1].shape[1], kwargs["enable_gqa"]))
-            return torch.empty_like(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "size", "heads"),
-    [
-        ("cpu", torch.float32, 8, 2),
-        ("meta", torch.bfloat16, 8, 2),
-        ("meta", torch.float32, 8, 4),
-        ("meta", torch.bfloat16, 264, 4),
-    ],
-)
-def test_heads_share_keys_where_a_kernel_can(device: str, dtype: torch.dtype, size: int, heads: int) -> None:
-    """On a GPU (here a device without numbers) torch would hold all scores of a prompt where none can."""
-    cache = GroupCache(slots=1, max_tokens=1, device=torch.device(device))
-    cache.feed_prompts({0: 3})
-    query, key, value = (torch.zeros(1, count, 3, size, device=device, dtype=dtype) for count in (4, 2, 2))
-    module: Any = torch.nn.Module()
-    module.layer_idx = 0
-    with SeenAttention() as seen:
-        cache.attend(module, query, key, value, 1.0)
-    assert seen.calls == [(heads, heads == 2)]

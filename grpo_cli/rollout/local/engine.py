@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_cli import flash
 from grpo_cli.device_memory import is_out_of_memory, release_unused, trim_heap
 from grpo_cli.rollout.engine import OnGroup
 from grpo_cli.rollout.local.decoder import CacheDecoder, Decoder, evaluating
@@ -80,12 +81,25 @@ class LocalEngine:
         self.notices: list[str] = []
         self._shares_prefix = share_prefix
         self._window = window_of(model)
+        self._flash = flash.has_kernel(self._device)
         if share_prefix:
-            with evaluating(model):
-                reason = obstacle(model, vision)
-            if reason is not None:
-                self._shares_prefix = False
-                self._notice_own_cache(reason)
+            self._check()
+
+    def _check(self) -> None:
+        """Choose the fastest way to sample that is right for the model."""
+        with evaluating(self._model):
+            reason = obstacle(self._model, self._vision, flash=self._flash)
+            if reason is not None and self._flash:
+                self._flash = False
+                without = obstacle(self._model, self._vision, flash=False)
+                if without is None:
+                    self._notice(
+                        f"{type(self._model).__name__}: completions are sampled without the flash kernel: {reason}"
+                    )
+                reason = without
+        if reason is not None:
+            self._shares_prefix = False
+            self._notice_own_cache(reason)
 
     def generate(
         self,
@@ -160,7 +174,9 @@ class LocalEngine:
         fits = self._window is None or longest <= self._window
         if self._shares_prefix and fits:
             with attending_by_groups(self._model):
-                yield GroupDecoder(self._model, ids, slots=slots, max_tokens=sampling.max_tokens, images=images)
+                yield GroupDecoder(
+                    self._model, ids, slots=slots, max_tokens=sampling.max_tokens, images=images, flash=self._flash
+                )
             return
         if self._shares_prefix:
             self._notice_own_cache(f"some of its layers see {self._window:,} tokens, not all of a longer sequence")

@@ -41,12 +41,13 @@ def window_of(model: Any) -> int | None:
     return min((window for window in windows if window), default=None)
 
 
-def obstacle(model: Any, vision: VisionProcessor | None = None) -> str | None:
+def obstacle(model: Any, vision: VisionProcessor | None = None, *, flash: bool = True) -> str | None:
     """Compare the group decoder with plain forwards over whole sequences, on a few tokens and, if it is to see images, on one.
 
     Args:
         model: In evaluation mode, gradients off.
         vision: Prepares images; None: there will be none.
+        flash: See `GroupCache`.
 
     Returns:
         Why the model cannot be sampled from with the group decoder; None: it can.
@@ -55,7 +56,7 @@ def obstacle(model: Any, vision: VisionProcessor | None = None) -> str | None:
     if layers - _ATTENTION_LAYERS:
         return f"it has layers of {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
     try:
-        expected, found = _logits(model, vision)
+        expected, found = _logits(model, vision, flash=flash)
     except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
@@ -78,7 +79,7 @@ def _in_words(error: Exception) -> str:
             return f"its forward fails ({message})"
 
 
-def _logits(model: Any, vision: VisionProcessor | None) -> tuple[Tensor, Tensor]:
+def _logits(model: Any, vision: VisionProcessor | None, *, flash: bool) -> tuple[Tensor, Tensor]:
     """Logits after the same tokens in two ways, float32 [12, V] each: plain forwards, and rows that come and go."""
     vocabulary = whole_shape(model.get_input_embeddings().weight)[0]
     # The rows' groups, and the tokens they sample.
@@ -118,7 +119,7 @@ def _logits(model: Any, vision: VisionProcessor | None) -> tuple[Tensor, Tensor]
         compare(held, logits)
 
     with attending_by_groups(model):
-        decoder = GroupDecoder(model, prompts, slots=3, max_tokens=3, images=images)
+        decoder = GroupDecoder(model, prompts, slots=3, max_tokens=3, images=images, flash=flash)
         compare((0, 1, 2), decoder.join((0, 0, 1)))
         step((0, 1, 2))
         decoder.keep((2, 1))

@@ -25,6 +25,7 @@ class GroupDecoder:
         slots: Most rows at once.
         max_tokens: Most tokens a row samples.
         images: Those of the prompts; None: there are none.
+        flash: See `GroupCache`.
 
     Attributes:
         cache: Keys and values.
@@ -42,6 +43,7 @@ class GroupDecoder:
         slots: int,
         max_tokens: int,
         images: PromptImages | None = None,
+        flash: bool = True,
     ) -> None:
         self._model = model
         self._prompts = prompts
@@ -51,7 +53,7 @@ class GroupDecoder:
         self._selects = forward_takes(model, "logits_to_keep")
         self._first_logits: dict[int, Tensor] = {}
         self._newest = -1
-        self.cache = GroupCache(slots=slots, max_tokens=max_tokens, device=self._device)
+        self.cache = GroupCache(slots=slots, max_tokens=max_tokens, device=self._device, flash=flash)
 
     def join(self, numbers: Sequence[int]) -> Tensor:
         """Add rows, and feed the prompts of those whose group is new. See `Decoder.join`."""
@@ -114,8 +116,9 @@ class GroupDecoder:
     def _feed(self, ids: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         """Run tokens through the model and return its logits: [*ids.shape, V], or those that were asked for."""
         logits: Tensor = self._model(
-            input_ids=ids.to(self._device),
-            position_ids=positions.to(self._device),
+            # Plain copies would wait for the device.
+            input_ids=ids.to(self._device, non_blocking=True),
+            position_ids=positions.to(self._device, non_blocking=True),
             use_cache=False,
             group_cache=self.cache,
             **arguments,

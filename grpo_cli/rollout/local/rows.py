@@ -137,7 +137,8 @@ class RowSampler:
     def _draw(self, held: Sequence[Row], logits: Tensor) -> None:
         """Append a token to every row that goes on."""
         assert self._sampler is not None
-        positions = torch.tensor([len(row.ids) for row in held], device=logits.device)
+        # A plain copy would wait for the device.
+        positions = torch.tensor([len(row.ids) for row in held]).to(logits.device, non_blocking=True)
         tokens, logps = self._sampler.draw(logits, positions)
         going = []
         for row, token, logp in zip(held, tokens.tolist(), logps.tolist(), strict=True):
