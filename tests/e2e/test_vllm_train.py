@@ -337,7 +337,9 @@ def test_a_killed_process_ends_the_one_that_shares_its_engine(endless: Launched)
     workers[1].kill()
     began = time.monotonic()
     code, output, errors = endless.end()
-    assert time.monotonic() - began < 30
+    # At once as a rule. But a send of gloo's that meets the end of the other process may wait for ever, and then nothing that is written
+    # in Python hears the launcher's SIGTERM: it kills after 30 seconds.
+    assert time.monotonic() - began < 45
     assert code == 137, (output, errors)
     assert not any(worker.is_running() for worker in workers.values())
     assert "process 1 was killed by SIGKILL" in errors
