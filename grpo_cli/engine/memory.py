@@ -355,12 +355,16 @@ def _head(policy: PolicyModel, tokens: int, train: TrainSection, spread: Spread,
     gradient = matrix * (
         size if size == torch.float32.itemsize else torch.float32.itemsize + size
     )  # summed in float32, then rounded
+    # A GPU multiplies with rounded weights (see `products`).
+    rounded = (
+        2 * vocabulary * hidden if device.type == "cuda" and _precision(policy, train, spread) == "autocast" else 0
+    )
     waiting = matrix * size if policy.model.get_output_embeddings().weight is embedding else 0
     kept = kept_bytes(
         config, checkpointing=_checkpointing(policy, train, spread), precision=_precision(policy, train, spread)
     )
     layers = _activations(policy, tokens, train, spread)
-    at_head = tokens * (kept or 0) + LOGIT_COPIES * logits * torch.float32.itemsize + gradient
+    at_head = tokens * (kept or 0) + LOGIT_COPIES * logits * torch.float32.itemsize + gradient + rounded
     in_layers = (layers or 0) + waiting
     return max(at_head, in_layers, gradient + waiting) - (layers or 0)
 

@@ -45,14 +45,13 @@ def project(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -
 
 def add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
     """Add left @ right to a sum that may be of higher precision than they are."""
-    if onednn.multiplies(left, right):
-        for rows in range(
-            0, len(left), ROWS_AT_ONCE
-        ):  # oneDNN does not add to what is there, and a copy of it is large
-            part = slice(rows, rows + ROWS_AT_ONCE)
-            to[part].add_(onednn.product(left[part], right.t()))
-    elif left.dtype == to.dtype:
+    by_onednn = onednn.multiplies(left, right)
+    if left.dtype == to.dtype and not by_onednn:
         to.addmm_(left, right)
-    else:
-        # Before torch 2.10 addmm takes no sum of another precision than its factors.
-        to.add_(torch.mm(left, right, out_dtype=to.dtype))
+        return
+    # oneDNN does not add to what is there, and addmm, before torch 2.10, not to a sum of another precision than its factors'. A whole
+    # product beside the sum would be large.
+    for start in range(0, len(left), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        rows = left[part]
+        to[part].add_(onednn.product(rows, right.t()) if by_onednn else torch.mm(rows, right, out_dtype=to.dtype))

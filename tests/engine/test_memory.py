@@ -132,6 +132,20 @@ def test_a_configuration_without_sizes_leaves_only_what_the_weights_say(tiny_mod
     assert estimate.total == 4 * estimate.weights
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_gpu_rounds_the_head_under_autocast(tmp_path: Path, *, frozen: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path, num_layers=1, tied=False))
+    model.get_output_embeddings().weight.requires_grad_(not frozen)
+    train, size = TrainSection(bf16=True), model.get_output_embeddings().weight.numel()
+    on_gpu, on_cpu = (
+        estimated(policy_of(model), train, device=torch.device(kind), micro_batch_tokens=1, trained_tokens=1).head
+        for kind in ("cuda", "cpu")
+    )
+    assert on_gpu is not None
+    assert on_cpu is not None
+    assert on_gpu - on_cpu == 2 * size
+
+
 def needed(policy: PolicyModel, tokens: int, train: TrainSection) -> int:
     """What the rest of a run needs when nothing but the weights is there: gradients, two moments, one micro-batch."""
     estimate = estimated(policy, train, micro_batch_tokens=tokens, trained_tokens=2**30)

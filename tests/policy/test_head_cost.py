@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.policy import head as head_module
+from grpo_cli.policy import products as products_module
 from grpo_cli.policy.head import LogitScaling, token_statistics
 from grpo_cli.types import Sampling
 
@@ -59,6 +60,17 @@ def test_no_product_is_computed_in_vain(frozen: tuple[str, ...], monkeypatch: py
     wanted += [] if "hidden" in frozen else [of_hidden] * 2
     wanted += [] if "weight" in frozen else [of_weight] * 2
     assert sorted(products.shapes) == sorted(wanted)
+
+
+def test_a_sum_of_rounded_factors_needs_no_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, here on a device without numbers: products of half precision are added a few rows at a time."""
+    monkeypatch.setattr(products_module, "ROWS_AT_ONCE", 10)
+    left, right = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((VOCABULARY, ROWS), (ROWS, WIDTH))
+    )
+    with Products() as products:
+        products_module.add_product(left, right, to=torch.empty(VOCABULARY, WIDTH, device="meta"))
+    assert products.shapes == [(10, WIDTH), (10, WIDTH), (9, WIDTH)]
 
 
 def test_only_inputs_and_a_few_numbers_per_token_are_saved() -> None:
