@@ -1,5 +1,8 @@
 """In what precision a model computes: how much two right ways to the same numbers may differ depends on it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -27,3 +30,19 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
 def is_reduced(dtype: torch.dtype) -> bool:
     """Tell whether a type is less precise than float32."""
     return dtype.itemsize < torch.float32.itemsize
+
+
+@contextmanager
+def rounded_once(model: nn.Module) -> Iterator[None]:
+    """Let an autocast that keeps rounded weights keep those of frozen ones, too. Gradients must be off.
+
+    It keeps what wants a gradient alone, and would round everything else again at every token.
+    """
+    frozen = [one for one in model.parameters() if not one.requires_grad and one.is_leaf and one.dtype == torch.float32]
+    for parameter in frozen:
+        parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False

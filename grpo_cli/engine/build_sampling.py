@@ -19,7 +19,7 @@ from grpo_cli.policy.adapter_weights import MergedWeights
 from grpo_cli.policy.adapters import has_adapters
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.policy.quantization import DequantizedWeights
-from grpo_cli.precision import computing_dtype
+from grpo_cli.precision import computing_dtype, rounded_once
 from grpo_cli.recipe.schema import Recipe
 from grpo_cli.rollout.engine import RolloutEngine
 from grpo_cli.rollout.sampling import evaluation_sampling, stop_token_ids, training_sampling
@@ -59,7 +59,7 @@ def build_weight_sync(
 @contextmanager
 def _sampling_with_the_policy(inputs: SamplingInputs, policy: PolicyModel) -> Iterator[None]:
     """Let an engine without weights of its own use the policy's, all of them and in this run's precision."""
-    with inputs.strategy.whole(policy), inputs.processes.autocast(keeps_weights=True):
+    with inputs.strategy.whole(policy), inputs.processes.autocast(keeps_weights=True), rounded_once(policy):
         yield
 
 

@@ -4,7 +4,7 @@ What is trained is counted to the byte, activations by the formulas of `activati
 for 20 %, where the C library gives what is free back at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -271,6 +271,8 @@ def _unpacked(policy: PolicyModel, train: TrainSection) -> int:
 def _sampled(policy: PolicyModel, train: TrainSection, spread: Spread, device: torch.device) -> int:
     """Bytes of what the built-in engine has of the weights while it samples."""
     whole = _in_use(policy, sum(map(whole_bytes, policy.parameters())), train) if spread.weight_parts > 1 else 0
+    if _precision(policy, train, spread) == "autocast":
+        return whole + _rounded_copies(policy.parameters())
     if device.type != "cpu" or _precision(policy, train, spread) != "float32" or not is_faster():
         return whole
     in_layers = (one for layer in layers_of(policy) for one in layer.parameters())
@@ -289,7 +291,13 @@ def _rounded(policy: PolicyModel, train: TrainSection, spread: Spread) -> int:
     """
     if _precision(policy, train, spread) != "autocast" or _checkpointing(policy, train, spread) is not False:
         return 0
-    return 2 * sum(whole_shape(one).numel() for one in _trained(policy) if len(whole_shape(one)) > 1)
+    return _rounded_copies(_trained(policy))
+
+
+def _rounded_copies(weights: Iterable[Tensor]) -> int:
+    """Bytes of the float32 matrices among weights in bfloat16."""
+    matrices = (one for one in weights if one.dtype == torch.float32 and len(whole_shape(one)) > 1)
+    return 2 * sum(whole_shape(one).numel() for one in matrices)
 
 
 def _precision(policy: PolicyModel, train: TrainSection, spread: Spread) -> Precision:
