@@ -145,7 +145,7 @@ class ProcessGroupTransport:
         except (RuntimeError, TimeoutError) as error:  # torch.distributed's errors are RuntimeErrors
             raise TrainingError(
                 f"the process group for weights at {self._host} failed: {str(error).splitlines()[0] or 'it took too long'}",
-                hint="vllm.group_host must be an address of this machine that every server reaches",
+                hint=_hint(str(error)),
             ) from error
 
 
@@ -266,6 +266,13 @@ def _errors_raised_by_wait() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _hint(failure: str) -> str:
+    """Say what helps when the group could not be formed."""
+    if "Duplicate GPU" in failure:  # NCCL
+        return "a server computes on a GPU that trains: give it another, or set vllm.weight_transport: cuda_ipc"
+    return "vllm.group_host must be an address of this machine that every server reaches"
 
 
 def address_towards(host: str) -> str:

@@ -269,6 +269,26 @@ def test_the_keys_that_nccl_will_use_are_free_after_ranks_have_met() -> None:
     assert not any(store.check([str(number)]) for number in range(4))
 
 
+@pytest.mark.parametrize(
+    ("failure", "hint"),
+    [
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "vllm.weight_transport: cuda_ipc"),
+        ("socketPollConnect: connect returned No route to host", "vllm.group_host must be an address"),
+    ],
+)
+def test_what_nccl_says_decides_what_helps(failure: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise torch.distributed.DistBackendError(
+            f"NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\n{failure}"
+        )
+
+    monkeypatch.setattr("grpo_cli.rollout.sync.process_group.join_group", fail)
+    transport = build_transport("process_group", device=CPU, host=HOST, port=0, timeout_seconds=TIMEOUT)
+    with pytest.raises(TrainingError, match="NCCL error") as caught:
+        transport.open(world_size=2, request=lambda: None)
+    assert hint in (caught.value.hint or "")
+
+
 def test_where_a_group_meets_cannot_be_guessed() -> None:
     transport, names = build("process_group"), []
 
