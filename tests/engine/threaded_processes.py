@@ -1,5 +1,6 @@
 """Processes of a run that are threads of one process: what they tell each other goes through memory."""
 
+import importlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -81,7 +83,31 @@ class ThreadedProcesses(Processes):
 
 
 def in_threads(count: int, work: Callable[[ThreadedProcesses], T]) -> list[T]:
-    """Let every process of so many do something at once, and give what each has made of it, by rank."""
+    """Let every process of so many do something at once, and give what each has made of it, by rank.
+
+    If one fails, the others wait for it no longer, and its error is raised.
+    """
     memory = Memory(count)
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(ThreadedProcesses(rank, memory)), range(count)))
+
+    def work_of(rank: int) -> T:
+        try:
+            return work(ThreadedProcesses(rank, memory))
+        except BaseException:
+            memory.barrier.abort()
+            raise
+
+    lock, forget = threading.Lock(), importlib.invalidate_caches
+
+    def forget_alone() -> None:
+        """Python's own fails if two threads forget the same place at once."""
+        with lock:
+            forget()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as pool:
+        patch.setattr(importlib, "invalidate_caches", forget_alone)
+        futures = [pool.submit(work_of, rank) for rank in range(count)]
+        errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
