@@ -291,6 +291,7 @@ def _build_reference(
         return AdapterReference(policy, prepared, switched=with_reference_adapters if goes_on else without_adapters)
     reference = PolicyModel(model, sampling=policy.sampling, vision=policy.vision)
     reference.full_logits = policy.full_logits
+    reference.attends_in_blocks = policy.attends_in_blocks
     reference.always_sees = policy.always_sees
     if policy.shares_prefix:
         reference.share_prefix(longest)

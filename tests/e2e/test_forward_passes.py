@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.experiment import make_experiment
+from e2e.experiment import make_experiment, records
 
 from grpo_cli.engine.generation import Generation, generate
 from grpo_cli.engine.run import run
 from grpo_cli.engine.step import GradientPass, StepGradient
+from grpo_cli.policy import shared_prefix
 from grpo_cli.policy.forward import PolicyModel
 from grpo_cli.recipe.load import load_recipe
 from grpo_cli.types import PolicyLogps, Segment, TokenStats, TrainingGroup
@@ -132,3 +133,18 @@ def test_every_forward_is_needed_and_old_log_probabilities_are_those_of_the_weig
                 sample = (group.prompt_ids, ids)
                 expected = spy.truth[sample] if sample in read else torch.zeros(len(ids))
                 torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_reference_computes_as_its_policy_does(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step they are the same, also where a kernel turned out to be wrong at the start."""
+
+    def wrong(query: torch.Tensor, *_rest: Any) -> torch.Tensor:
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(shared_prefix, "two_part_attention", wrong)
+    experiment = make_experiment(tmp_path, tiny_model_folder, grpo={"beta": 0.1}, train={"max_steps": 1})
+    run(load_recipe(experiment.recipe))
+    (record,) = (one for one in records(experiment.output()) if "kl" in one)
+    assert abs(record["kl"]) < 1e-6
